@@ -61,7 +61,8 @@ class Batcher:
 
     def check(self, request: Request) -> None:
         """UserError if this request could never be served."""
-        longest = len(request.tokens) + request.num_remaining - 1  # no cache holds the last token
+        # No cache holds the last token. If none is made, the prompt's own last one is read, too.
+        longest = len(request.tokens) + max(1, request.num_remaining) - 1
         most = self.runner.cache.max_len
         if longest > most:
             raise UserError(

@@ -120,7 +120,8 @@ class EagleHead(Llama):
         token = self._rms_norm(self.token_embedding(tokens), layer.input_norm)
         normed = self._rms_norm(f, self.hidden_norm)
         qkv = ops.linear(torch.cat((token, normed), dim=1), layer.qkv)
-        heads = ops.attend(qkv.unflatten(1, (-1, D)), G, rope, metadata, self.cache_layer)
+        qkv = qkv.unflatten(1, (-1, D))
+        heads = ops.attend(qkv, G, rope, metadata, self.cache_layer, layer.head_norm)
         attn_out = self.group.sum(ops.linear(heads.flatten(1), layer.o))
         if self.eagle.norm_before_residual:
             f = normed
@@ -170,7 +171,7 @@ class EagleHead(Llama):
     def _layer(self, i: int) -> Layer:
         c = self.config
         N = c.query_size + 2 * c.kv_size
-        qkv = self._linear("qkv", N, 2 * c.hidden_size, c.attention_bias)
+        qkv = self._linear("qkv", N, 2 * c.hidden_size, c.qkv_bias)
         return replace(super()._layer(i), qkv=qkv)
 
     def named_weights(self) -> dict[str, Tensor | Quantized]:

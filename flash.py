@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kernels import Ops, rotated
+from kernels import HeadNorm, Ops, rotated
 
 triton = None
 with suppress(ImportError):  # it exists for Linux only
@@ -129,14 +129,20 @@ class Flash(Ops):
         return super().dtypes(stored, asked or stored[0])
 
     def attend(
-        self, qkv: Tensor, G: int, rope: Rope | None, metadata: AttentionMetadata, layer: int
+        self,
+        qkv: Tensor,
+        G: int,
+        rope: Rope | None,
+        metadata: AttentionMetadata,
+        layer: int,
+        norm: HeadNorm | None = None,
     ) -> Tensor:
         cache = metadata.cache
         if cache is None or cache.dtype != qkv.dtype or qkv.dtype == torch.float64:
-            return super().attend(qkv, G, rope, metadata, layer)
+            return super().attend(qkv, G, rope, metadata, layer, norm)
         if cache.keys.bits < 16 or cache.values.bits < 16:  # 16: as they are, in any dtype
-            return super().attend(qkv, G, rope, metadata, layer)
-        q, k, v = rotated(qkv, G, rope)
+            return super().attend(qkv, G, rope, metadata, layer, norm)
+        q, k, v = rotated(qkv, G, rope, norm)
         cache.write(layer, metadata.slot_mapping.long(), k, v)
         _, H, D = q.shape
         R = H // G

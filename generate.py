@@ -145,17 +145,20 @@ class Model:
         system: str | None = None,
         chat: bool | None = None,
         special: bool = False,
+        thinking: bool | None = None,
     ) -> list[int]:
         """Tokens of a prompt, by the model's chat template, or as plain text to continue.
 
         chat None: use the template if there is one. special: a plain text means the control tokens
-        that it spells; a warning tells where it does not.
+        that it spells; a warning tells where it does not. thinking: what a template gets as
+        enable_thinking.
         """
         if not self.uses_template(chat):
-            if chat or system is not None or not isinstance(prompt, str):
+            is_plain = isinstance(prompt, str) and system is None and thinking is None
+            if chat or not is_plain:
                 raise UserError(
-                    "chat messages and a system message need a chat template: leave them "
-                    "out, or use an Instruct model without --raw"
+                    "chat messages, a system message and thinking need a chat template: leave "
+                    "them out, or use an Instruct model without --raw"
                 )
             control = self.tokenizer.spelled_control(prompt)
             if control and not special:
@@ -172,7 +175,7 @@ class Model:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if system is not None:
             messages = [{"role": "system", "content": system}, *messages]
-        return self.tokenizer.chat(messages)
+        return self.tokenizer.chat(messages, enable_thinking=thinking)
 
     def max_total_tokens(self, options: Options) -> int:
         """The most tokens of prompt and answer: options.max_len, or what memory allows."""
@@ -198,7 +201,7 @@ class Model:
     ) -> Request:
         """A request with complete settings; max_tokens is cut to what the options leave. UserError
         is raised for a grammar that no text follows, too."""
-        tokens = self.encode(prompt, system, chat, settings.special)
+        tokens = self.encode(prompt, system, chat, settings.special, settings.thinking)
         limit = self.max_total_tokens(options)
         request = self.request_of(tokens, settings, limit, self.uses_template(chat))
         if request.settings.follows is not None:
@@ -503,7 +506,7 @@ def prepare(
         lengths.append(request.num_prompt_tokens + request.num_remaining)
         streams.append(OutputStream(model.tokenizer, request, prompt, show=show, index=index))
     max_batch = min(options.max_batch, max(1, len(prompts)))
-    options = replace(options, max_len=max(lengths, default=2), max_batch=max_batch)
+    options = replace(options, max_len=max([2, *lengths]), max_batch=max_batch)
     loaded = load_draft(draft, model, loading.get("dtype"), draft_bits)
     return Engine(model, loaded, options, sum(lengths)), streams
 

@@ -62,6 +62,13 @@ class Linear(NamedTuple):
     bias: Tensor | None = None  # [N]
 
 
+class HeadNorm(NamedTuple):
+    """RMSNorm of each head of q and of k, before the rotation (Qwen 3)."""
+
+    weight: Tensor  # [2 D]: of q, then of k
+    eps: float
+
+
 # ---- The device ----------------------------------------------------------------------------------
 
 
@@ -137,10 +144,27 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
     return torch.cat((turned_a, turned_b), dim=-1)
 
 
-def rotated(qkv: Tensor, G: int, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
-    """qkv [T, H + 2 G, D] -> q [T, H, D], k and v [T, G, D]; q and k are rotated by `rope`."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / √(mean x² + ε) · w over the last dimension, computed in at least float32."""
+    wide = x.float() if x.dtype.itemsize == 2 else x
+    mean_square = wide.square().mean(-1, keepdim=True)
+    # rsqrt(∞) is 0, which would hide an overflow from `probabilities`: make it NaN.
+    mean_square = mean_square.masked_fill(mean_square == math.inf, math.nan)
+    normed = wide * torch.rsqrt(mean_square + eps)
+    return normed.to(x.dtype) * weight
+
+
+def rotated(
+    qkv: Tensor, G: int, rope: Rope | None, norm: HeadNorm | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """qkv [T, H + 2 G, D] -> q [T, H, D], k and v [T, G, D]; q and k are normed by `norm`, then
+    rotated by `rope`."""
     H = qkv.shape[1] - 2 * G
     qk, v = qkv.split((H + G, G), dim=1)
+    if norm is not None:
+        of_q, of_k = norm.weight.chunk(2)
+        weight = torch.cat((of_q.expand(H, -1), of_k.expand(G, -1)))  # [H + G, D]
+        qk = rms_norm(qk, weight, norm.eps)
     if rope is not None:
         qk = rotate(qk, rope)
     q, k = qk.split((H, G), dim=1)
@@ -209,12 +233,7 @@ class Ops:
         """x + delta (None: x alone), and its RMSNorm, computed in at least float32: [T, C] each."""
         if delta is not None:
             x = x + delta
-        wide = x.float() if x.dtype.itemsize == 2 else x
-        mean_square = wide.square().mean(-1, keepdim=True)
-        # rsqrt(∞) is 0, which would hide an overflow from `probabilities`: make it NaN.
-        mean_square = mean_square.masked_fill(mean_square == math.inf, math.nan)
-        normed = wide * torch.rsqrt(mean_square + eps)
-        return x, normed.to(x.dtype) * weight
+        return x, rms_norm(x, weight, eps)
 
     def swiglu(self, x: Tensor, gate_up: Any) -> Tensor:
         """silu(gate) · up, the two halves of gate_up's product: [T, C] -> [T, F]."""
@@ -222,13 +241,20 @@ class Ops:
         return F.silu(gate) * up
 
     def attend(
-        self, qkv: Tensor, G: int, rope: Rope | None, metadata: AttentionMetadata, layer: int
+        self,
+        qkv: Tensor,
+        G: int,
+        rope: Rope | None,
+        metadata: AttentionMetadata,
+        layer: int,
+        norm: HeadNorm | None = None,
     ) -> Tensor:
-        """Rotate q and k, store k and v, then attend within each sequence.
+        """Norm and rotate q and k, store k and v, then attend within each sequence.
 
-        qkv: [T, H + 2 G, D] -> [T, H, D]. rope: None if q and k are rotated already.
+        qkv: [T, H + 2 G, D] -> [T, H, D]. rope: None if q and k are rotated already; then there is
+        no norm. norm: None if the model has none.
         """
-        q, k, v = rotated(qkv, G, rope)
+        q, k, v = rotated(qkv, G, rope, norm)
         cache = metadata.cache
         # Attention may hide a NaN or ∞ of qkv from `probabilities`: add 0, which is NaN then.
         zero = (0 * qkv).sum()

@@ -16,6 +16,8 @@ belongs, and `ops` (kernels.py) computes.
     because both together are one pass over x (`add_norm`).
   - Rotary embeddings (Su et al. 2021) turn the dimension pair (i, i + D/2) of q and k by position ·
     θ^(−2i/D), so that q · k depends on the distance alone.
+  - Qwen 2.5 adds biases to q, k and v. Qwen 3 has a norm of each head of q and of k, which attend
+    takes before it rotates them (`HeadNorm`).
   - In grouped-query attention (Ainslie et al. 2023) H query heads share G key/value heads. SwiGLU
     is by Shazeer 2020.
 
@@ -42,7 +44,7 @@ from torch import Tensor
 
 from checkpoint.load import load_llama
 from checkpoint.progress import do_each
-from kernels import Linear, Ops, ops_for
+from kernels import HeadNorm, Linear, Ops, ops_for
 from kvcache import AttentionMetadata, KVSpec
 from parallel import ROW_PARALLEL, group_for
 from quant import Bits, Kind, Quantized, named_tensors
@@ -66,6 +68,7 @@ class Layer:
 
     input_norm: Tensor  # [C]
     qkv: Linear  # [(H + 2 G) D, C]
+    head_norm: HeadNorm | None  # of q and k; None: the model has none
     o: Linear  # [C, H D]
     post_norm: Tensor  # [C]
     gate_up: Linear  # [2 F, C]
@@ -181,7 +184,7 @@ class Llama:
         eps = self.config.rms_norm_eps
         x, normed = ops.add_norm(x, mlp_out, layer.input_norm, eps)  # x + mlp_out, and its norm
         qkv = ops.linear(normed, layer.qkv).unflatten(1, (-1, D))  # [T, H + 2 G, D]
-        heads = ops.attend(qkv, G, rope, metadata, i)  # [T, H, D]
+        heads = ops.attend(qkv, G, rope, metadata, i, layer.head_norm)  # [T, H, D]
         attn_out = self.group.sum(ops.linear(heads.flatten(1), layer.o))
         x, normed = ops.add_norm(x, attn_out, layer.post_norm, eps)
         hidden = ops.swiglu(normed, layer.gate_up)  # [T, F]
@@ -213,10 +216,14 @@ class Llama:
         c = self.config
         C = c.hidden_size
         F = c.intermediate_size
+        head_norm = None
+        if c.has_head_norm:
+            head_norm = HeadNorm(self._empty(2 * c.head_dim), c.rms_norm_eps)
         return Layer(
             input_norm=self._empty(C),
-            qkv=self._linear(f"{i}.qkv", c.query_size + 2 * c.kv_size, C, c.attention_bias),
-            o=self._linear(f"{i}.o", C, c.query_size, c.attention_bias),
+            qkv=self._linear(f"{i}.qkv", c.query_size + 2 * c.kv_size, C, c.qkv_bias),
+            head_norm=head_norm,
+            o=self._linear(f"{i}.o", C, c.query_size, c.o_bias),
             post_norm=self._empty(C),
             gate_up=self._linear(f"{i}.gate_up", 2 * F, C, c.mlp_bias),
             down=self._linear(f"{i}.down", C, F, c.mlp_bias),
@@ -260,6 +267,10 @@ class Llama:
         weights = {name + "input_layernorm.weight": layer.input_norm}
         weights[name + "post_attention_layernorm.weight"] = layer.post_norm
         weights |= named_parts(layer.qkv, qkv, name + "self_attn.")
+        if layer.head_norm is not None:
+            of_q, of_k = layer.head_norm.weight.chunk(2)
+            weights[name + "self_attn.q_norm.weight"] = of_q
+            weights[name + "self_attn.k_norm.weight"] = of_k
         weights |= named_parts(layer.o, {"o_proj": C}, name + "self_attn.")
         weights |= named_parts(layer.gate_up, gate_up, name + "mlp.")
         weights |= named_parts(layer.down, {"down_proj": C}, name + "mlp.")

@@ -33,6 +33,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from itertools import islice
@@ -158,7 +159,10 @@ def right_grammar_law() -> Law:
 def batch(**chosen: Any) -> list[Request]:
     """Requests for eight texts, of which some begin alike."""
     prompts = [[0, i % 2, 0, i % 3] for i in range(16)]
-    return ask(prompts, max_tokens=6, logprobs=0, **chosen)
+    requests = ask(prompts, max_tokens=6, logprobs=0, **chosen)
+    for request in requests[::2]:  # their prompts are read, though they are cached
+        request.settings = replace(request.settings, prompt_logprobs=0)
+    return requests
 
 
 @cache
@@ -188,8 +192,8 @@ def frequencies() -> bool:
 
 
 def texts_alone_and_together() -> bool:
-    """In a batch with drafts and preemption, each text and its logprobs are what they are alone.
-    The second time all prompts are cached."""
+    """In a batch with drafts and preemption, each text and its logprobs, and those of its prompt,
+    are what they are alone. The second time all prompts are cached."""
     batcher = Batcher(make_runner(8, Drawing(3, coupled=True)), 4)
     for _ in range(2):
         requests = batch()
@@ -197,6 +201,8 @@ def texts_alone_and_together() -> bool:
             batcher.runner.cache.check()
         for request, right in zip(requests, right_batch()):
             if (request.tokens, request.logprobs) != (right.tokens, right.logprobs):
+                return False
+            if request.prompt_logprobs != right.prompt_logprobs:
                 return False
     return any(request.num_preemptions for request in requests)
 
@@ -362,8 +368,8 @@ ROOMS: dict[str, list[Exhibit]] = {
             "top-k and top-p filter the draft, not the target",
             "drafts were judged by another distribution than that of the text",
             ModelRunner._probabilities,
-            "round.probabilities(logits, owners)",
-            "logits.softmax(-1)",
+            "round.probabilities(logits[: len(owners)], owners)",
+            "logits[: len(owners)].softmax(-1)",
             law_by_enumeration,
         ),
         Exhibit(
@@ -568,8 +574,8 @@ ROOMS: dict[str, list[Exhibit]] = {
             "logprobs are 0.0 with drafts",
             "every token had the probability 1",
             token_logprobs,
-            "logits.double().log_softmax(-1)",
-            "torch.zeros_like(logits)",
+            "rows.double().log_softmax(-1)",
+            "torch.zeros_like(rows)",
             texts_alone_and_together,
         ),
         Exhibit(
@@ -579,6 +585,15 @@ ROOMS: dict[str, list[Exhibit]] = {
             ModelRunner._logprobs,
             "first_row += item.num_drafts + 1",
             "first_row += len(new)",
+            texts_alone_and_together,
+        ),
+        Exhibit(
+            "vllm-project/vllm#42245",
+            "a prompt that is cached is not computed again for its logprobs",
+            "its tokens had those of another prompt",
+            ModelRunner.open,
+            "known = known[: len(request.prompt_logprobs) + 1]",
+            "pass",
             texts_alone_and_together,
         ),
         Exhibit(
@@ -617,7 +632,6 @@ NOT_HERE = {
     "ggml-org/llama.cpp#23970": "a cache has no checkpoints: a prefix is found by its tokens",
     "vllm-project/vllm#48245": "a step is over before the next one is planned",
     "vllm-project/vllm#36138": "a grammar holds from the first token on, without reasoning before",
-    "vllm-project/vllm#42245": "prompts have no logprobs",
     "ml-explore/mlx-lm#1423": "rounding of passes of several tokens: cpu/test_native.py",
     "NVIDIA/TensorRT-LLM#17110": "values frozen in CUDA graphs: gpu/test_graphs.py, with stand-ins",
 }

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from grammar import GrammarState
@@ -48,6 +48,8 @@ class Request:
     # or bonus (after a round whose drafts were all accepted).
     origins: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)  # those of new tokens, if asked for
+    # Those of the prompt's tokens from the second on, if asked for. Texts of one prompt share them.
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     sibling: Request | None = None  # a request with the same prompt, to fork the cache from
     turn: float = 0.0  # the turn in the queue (batcher.py)
     arrived: float = 0.0  # seconds, by time.perf_counter
@@ -71,6 +73,7 @@ class Request:
             self.tokens,
             settings,
             self.eos_token_ids,
+            prompt_logprobs=self.prompt_logprobs,
             sibling=self,
             compiled=self.compiled,
             is_reply=self.is_reply,
@@ -83,13 +86,14 @@ class Request:
 
     @property
     def finish_reason(self) -> str:
-        """stop, length or error; empty while tokens are left to make. A text with a grammar stops
-        where its grammar may end: elsewhere a client's own end cuts it, as its length does."""
+        """stop, length or error; empty while tokens are left to make, or to be read. A text with a
+        grammar stops where its grammar may end: elsewhere a client's own end cuts it, as its length
+        does."""
         if self.error:
             return "error"
         if len(self.tokens) > self.num_prompt_tokens and self.tokens[-1] in self.eos_token_ids:
             return "length" if self.is_cut else "stop"
-        return "length" if self.num_remaining == 0 else ""
+        return "length" if self.num_remaining == 0 and self.rounds else ""
 
     @property
     def acceptance(self) -> float | None:
@@ -162,6 +166,7 @@ class Result:
     seconds_queued: float = 0.0  # from arrival to admission
     speculation: Speculation | None = None
     logprobs: list[TokenLogprob] | None = None  # those of the tokens, if asked for
+    prompt_logprobs: list[TokenLogprob] | None = None  # of the prompt's tokens from the second on
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -180,12 +185,12 @@ class Result:
         }
         stats |= (self.speculation or Speculation())._asdict()
         names = ("index", "prompt", "prompt_tokens", "tokens", "text", "seed", "finish_reason")
-        if self.logprobs is not None:
-            names = (*names, "logprobs")
-        fields = asdict(self)
-        if self.logprobs is not None:
-            fields["logprobs"] = [entry._asdict() for entry in self.logprobs]
-        told = {name: fields[name] for name in names} | {"stats": stats}
+        told = {name: getattr(self, name) for name in names}
+        for name in ("prompt_logprobs", "logprobs"):
+            entries = getattr(self, name)
+            if entries is not None:
+                told[name] = [entry._asdict() for entry in entries]
+        told["stats"] = stats
         return told | {"error": self.error} if self.error else told
 
 
@@ -247,6 +252,8 @@ class OutputStream:
             result.seconds_queued = self.request.started - self.request.arrived
         if self.request.settings.logprobs is not None:
             result.logprobs = self.request.logprobs[: len(result.tokens)]
+        if self.request.settings.prompt_logprobs is not None:
+            result.prompt_logprobs = self.request.prompt_logprobs
         is_whole = len(result.tokens) == len(self.request.origins)
         if self.stops.is_complete:
             reason = "stop"

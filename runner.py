@@ -16,7 +16,8 @@ preemption, a prefix hit, decoding and verification are one path, in any mix:
 last token of the text is pending, until the request is preempted; a drafter's cache may lack more.
 
     B requests of a round · k the largest number of drafts in it · V vocabulary · T tokens of a step
-    R rows of logits: one for each draft, and one more for each request of the round
+    R rows of logits: one for each draft, and one more for each request of the round; and of prompts
+    whose log-probabilities are asked for, one for each token: at most a step's budget
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from kernels import send
 from kvcache import Cache, CacheFull
 from model import Features, Llama
 from request import Request, RoundStats, Speculation
-from sampling import NotFinite, TokenLogprob, check_tokens, token_logprobs
+from sampling import NotFinite, TokenLogprob, check_finite, check_tokens, token_logprobs
 from speculative import Drawing, Proposal, Round
 
 MAX_LAG = 8  # a round in which a drafter has more tokens of the text to read is not measured
@@ -60,6 +61,13 @@ class ScheduledRequest(NamedTuple):
     def stop(self) -> int:
         """Tokens of its text that the target has read after the step."""
         return self.start + self.num_tokens
+
+    @property
+    def prompt_rows(self) -> range:
+        """The positions in the text whose logits tell the next prompt token's logprob, if asked."""
+        if self.request.settings.prompt_logprobs is None:
+            return range(0)
+        return range(self.start, min(self.stop, self.request.num_prompt_tokens - 1))
 
 
 @contextmanager
@@ -105,9 +113,12 @@ class ModelRunner:
         """Open a request for the drafter, and in the target's cache: anew, or as a fork of a
         sibling with the same prompt. CacheFull is raised before anything has changed."""
         self.drafter.open(request)
+        known = request.tokens
+        if request.settings.prompt_logprobs is not None:  # a token that is found has no logits
+            known = known[: len(request.prompt_logprobs) + 1]
         try:
             if sibling is None:
-                request.seq, _ = self.cache.open(request.tokens)
+                request.seq, _ = self.cache.open(known)
             else:  # the prompt's last token is computed again, for its logits
                 request.seq = self.cache.fork(sibling.seq)
                 length = min(self.cache.length(request.seq), request.num_prompt_tokens - 1)
@@ -204,6 +215,7 @@ class ModelRunner:
             features = self.target.empty_features(self.drafter.feature_layers, num_tokens)
         round_tokens, logits = self._run(scheduled, rounds, features)
         logprobs = self._logprobs(rounds, round_tokens, logits)
+        self._record_prompts(scheduled, logits)
         if features is not None:
             self._observe(scheduled, round_tokens, features)
         if self.has_drafter and rounds:
@@ -250,7 +262,8 @@ class ModelRunner:
         """Run the passes of a step, and fill `features`.
 
         Returns what each round made, its accepted drafts and the token after them; and the logits
-        of the target that they were drawn from, [R, ≥ V], round after round.
+        of the target, as `_run_target` orders them. (A grammar's masks are not applied to those
+        that are asked for.)
         """
         counts = self._multi_step_counts(scheduled)
         if counts:  # then no request asks for logits
@@ -294,7 +307,8 @@ class ModelRunner:
         features: Features | None,
     ) -> Tensor:
         """The target's pass, which fills `features`. Returns the logits [R, ≥ V] after the last
-        pending token of each round, and after each of its drafts, round after round.
+        pending token of each round, and after each of its drafts, round after round; then those of
+        prompts (`ScheduledRequest.prompt_rows`), request after request.
 
         The host knows the pending tokens; the device alone knows the drafts. So each input id is
         looked up in the drafts of the round, [B · k], with the known tokens behind them. A chunk of
@@ -306,10 +320,13 @@ class ModelRunner:
         num_drafts = len(round.requests) * k  # and padding
         known: list[int] = []
         sources: list[int] = []  # [T]
-        logits_indices: list[int] = []  # [R]
+        logits_indices: list[int] = []  # of rounds
+        prompt_indices: list[int] = []
         to_store = []  # (sequence, its tokens)
         b = 0  # the next row of the round
         for item in scheduled:
+            shift = len(sources) - item.start  # from a position in the text to one in the pass
+            prompt_indices += [position + shift for position in item.prompt_rows]
             pending = item.request.tokens[item.start : item.stop]
             to_store.append((item.request.seq, pending + [0] * item.num_drafts))
             first = num_drafts + len(known)
@@ -326,14 +343,15 @@ class ModelRunner:
             # −1 stands for a draft whose logits were not finite: `check_tokens` raises later.
             drafts = proposal.tokens.flatten().clamp(min=0)
             tokens = torch.cat((drafts, tokens))[send(sources, device)]
+        logits_indices += prompt_indices
         wanted = None  # the logits of all tokens
-        if len(logits_indices) < len(sources):
+        if logits_indices != [*range(len(sources))]:
             wanted = send(logits_indices, device)
         return self.target(tokens, self.cache.extend(to_store), wanted, features)
 
     def _probabilities(self, round: Round, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The logits of `_run_target` -> the target's distributions, float[B, k + 1, V], with zeros
-        for the drafts that a request does not have; and the logits without a grammar's masks."""
+        for the drafts that a request does not have; and all logits without a grammar's masks."""
         unmasked = logits
         asks = any(count is not None for count in round.setting("logprobs"))
         if round.masks is not None and asks:
@@ -345,7 +363,7 @@ class ModelRunner:
         for b, num_drafts in enumerate(round.num_drafts):
             owners += [b] * (num_drafts + 1)
             places += range(b * width, b * width + num_drafts + 1)
-        probs = round.probabilities(logits, owners)  # [R, V]
+        probs = round.probabilities(logits[: len(owners)], owners)  # [·, V]
         if len(owners) < B * width:
             padded = probs.new_zeros(B * width, probs.shape[1])
             probs = padded.index_copy_(0, send(places, self.target.device), probs)
@@ -371,6 +389,18 @@ class ModelRunner:
             first_row += item.num_drafts + 1
         return logprobs
 
+    def _record_prompts(self, scheduled: Sequence[ScheduledRequest], logits: Tensor) -> None:
+        """Enter the records of prompt tokens. logits: as `_run_target` returns them."""
+        asking = [(item.request, item.prompt_rows) for item in scheduled if item.prompt_rows]
+        first_row = len(logits) - sum(len(places) for _, places in asking)
+        for request, places in asking:
+            rows = logits[first_row : first_row + len(places), : self.drawing.vocab_size]
+            tokens = request.tokens[places.start + 1 : places.stop + 1]
+            records = token_logprobs(check_finite(rows), tokens, request.settings.prompt_logprobs)
+            # After a preemption, or by another text of the prompt, they may be entered already.
+            request.prompt_logprobs[places.start : places.stop] = records
+            first_row += len(places)
+
     def _observe(
         self,
         scheduled: Sequence[ScheduledRequest],
@@ -393,6 +423,7 @@ class ModelRunner:
 
     def _finish(self, request: Request, new: list[int], stats: RoundStats) -> list[int]:
         """Append what a round made to the text, up to an end-of-text. Returns the new tokens."""
+        del new[request.num_remaining :]  # if no token is to be made, one was drawn all the same
         for i, token in enumerate(new):
             if token in request.eos_token_ids:
                 del new[i + 1 :]

@@ -42,6 +42,7 @@ from torch import Tensor
 from errors import UserError
 
 Setting = float | int | Tensor | None  # one value for all rows, or one for each; None: no filter
+LOGPROB_ROWS = 32  # rows of logits that are in float64 at a time: a prompt has many
 
 
 # ---- Probabilities -------------------------------------------------------------------------------
@@ -158,17 +159,16 @@ class TokenLogprob(NamedTuple):
 
 
 def token_logprobs(logits: Tensor, tokens: list[int], num_top: int) -> list[TokenLogprob]:
-    """logits: float[n, V], from which the n tokens were drawn; num_top: how many of the most
-    probable tokens to tell."""
-    logprobs = logits.double().log_softmax(-1)
-    index = torch.tensor(tokens, device=logits.device)
-    own = logprobs.gather(1, index[:, None])  # [n, 1]
-    best = logprobs.topk(min(num_top, logits.shape[1]))  # [n, num_top]
+    """logits: float[n, V], at the places of the n tokens; num_top: how many of the most probable
+    tokens to tell."""
+    index = torch.tensor(tokens, device=logits.device)[:, None]  # [n, 1]
     entries = []
-    for i, token in enumerate(tokens):
-        best_tokens = best.indices[i].tolist()
-        top = list(zip(best_tokens, best.values[i].tolist()))
-        entries.append(TokenLogprob(token, own[i].item(), top))
+    for rows, own in zip(logits.split(LOGPROB_ROWS), index.split(LOGPROB_ROWS)):
+        logprobs = rows.double().log_softmax(-1)
+        best = logprobs.topk(min(num_top, logits.shape[1]))  # [rows, num_top]
+        columns = own, logprobs.gather(1, own), best.indices, best.values
+        for (token,), (logprob,), *top in zip(*(column.tolist() for column in columns)):
+            entries.append(TokenLogprob(token, logprob, list(zip(*top))))
     return entries
 
 

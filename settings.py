@@ -43,11 +43,13 @@ class Settings:
     top_p: float | None = None
     min_p: float | None = None
     seed: int | None = None
-    max_tokens: int = MAX_TOKENS
+    max_tokens: int = MAX_TOKENS  # 0: the prompt is read, and nothing is made
     stop: tuple[str, ...] = ()  # may be given as one string or a list
     gamma: int | None = None  # tokens drafted a round; None or "auto": gamma.py chooses
     logprobs: int | None = None  # record ln p of each token, and of so many of the most probable
+    prompt_logprobs: int | None = None  # the same, of the prompt's tokens from the second on
     special: bool = False  # the text of a control token in a raw prompt is that token
+    thinking: bool | None = None  # a chat template's enable_thinking (Qwen 3); None: its default
     # A text follows at most one of these (grammar.py).
     schema: str | None = None  # a JSON schema; may be given as an object
     regex: str | None = None
@@ -67,13 +69,16 @@ class Settings:
         if self.gamma == "auto":
             object.__setattr__(self, "gamma", None)
         object.__setattr__(self, "stop", checked_texts("stop", self.stop))
-        check_whole("max_tokens", self.max_tokens, 1, None)
+        check_whole("max_tokens", self.max_tokens, 0, None)
         if self.seed is not None:
             check_whole("seed", self.seed, -(2**63), 2**63 - 1)
         if self.gamma is not None:
             check_whole("gamma", self.gamma, 0, None, " or auto")
-        if self.logprobs is not None:
-            check_whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                check_whole(name, getattr(self, name), 0, MAX_LOGPROBS)
+        if not isinstance(self.thinking, bool | None):
+            raise UserError(f"thinking is {self.thinking!r}: it must be true or false")
         if self.schema is not None:
             object.__setattr__(self, "schema", checked_schema(self.schema))
         if self.choice is not None:

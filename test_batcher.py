@@ -5,11 +5,14 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from itertools import chain
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
 
 from batcher import RETRY_AFTER, Batcher
 from conftest import random_llama, write_model
@@ -23,6 +26,7 @@ from proof import Walk, distance, enumerate_law
 from quant import Bits
 from request import OutputStream, Request, Settings
 from runner import ModelRunner
+from sampling import TokenLogprob, token_logprobs
 from settings import Options
 from speculative import Drawing
 from test_drafters import LastToken
@@ -52,8 +56,8 @@ def drafter_of(name: str, cache: Cache, make_cache: Callable[[Llama], Cache]) ->
     return NgramDrafter() if name == "ngram" else None
 
 
-def alone(request: Request, drafter="none", coupled=False, bits: Bits = (16, 16)) -> list[int]:
-    """The text of this request by itself, with the contiguous cache."""
+def made_alone(request: Request, drafter="none", coupled=False, bits: Bits = (16, 16)) -> Request:
+    """This request by itself, with the contiguous cache."""
 
     def make_cache(llama: Llama) -> KVCache:
         return KVCache(llama.kv_spec(bits=bits), 300)
@@ -65,7 +69,18 @@ def alone(request: Request, drafter="none", coupled=False, bits: Bits = (16, 16)
         LLAMA, cache, Drawing(V, coupled), drafter=drafter_of(drafter, cache, make_cache)
     )
     list(Batcher(runner, 1).run([copy]))
-    return list(new_tokens(copy))
+    return copy
+
+
+def alone(request: Request, *how) -> list[int]:
+    """The text of this request by itself."""
+    return list(new_tokens(made_alone(request, *how)))
+
+
+def numbers(entries: Sequence[TokenLogprob]) -> Tensor:
+    """All of these records: [tokens, 2 + 2 top]."""
+    rows = [[entry.token, entry.logprob, *chain(*entry.top)] for entry in entries]
+    return torch.tensor(rows, dtype=torch.float64)
 
 
 # ---- Any workload
@@ -83,7 +98,9 @@ def workloads(draw) -> dict:
         dict(
             own=st.integers(0, 40),
             shared=st.sampled_from([0, 0, 10, 33, 80]),
-            count=st.integers(1, 10),
+            count=st.integers(0, 10),
+            copies=st.sampled_from([1, 1, 2, 3]),
+            told=st.sampled_from([None, 0, 3]),  # of the prompt's log-probabilities
             temperature=st.sampled_from([0.0, 1.0, 0.7]),
             gamma=st.integers(0, 4),
             arrives=st.integers(0, 8),
@@ -109,10 +126,10 @@ def workloads(draw) -> dict:
 def workload(drafter: str, size: int, bits: Bits, **more) -> dict:
     """Four texts, two with the same beginning, in a pool of little more than one: some are
     preempted."""
-    common = dict(temperature=1.0, gamma=3, top_k=None, cancelled=None)
+    common = dict(temperature=1.0, gamma=3, top_k=None, cancelled=None, copies=1, told=1)
     texts = []
     for i, (own, shared, count) in enumerate([(3, 0, 14), (0, 4, 14), (1, 4, 12), (2, 0, 10)]):
-        texts.append(dict(own=own, shared=shared, count=count, arrives=i // 3, **common))
+        texts.append(dict(common, own=own, shared=shared, count=count, arrives=i // 3))
     rest = dict(coupled=False, contiguous=False, sharing=True, multi_step=4)
     sizes = dict(size=size, spare=6, budget=20, batch=4)
     return {**rest, **sizes, "texts": texts, "drafter": drafter, "bits": bits, **more}
@@ -127,6 +144,7 @@ def workload(drafter: str, size: int, bits: Bits, **more) -> dict:
 @example(workload("none", 4, (16, 16)))
 def test_every_request_gets_the_tokens_it_gets_alone(w):
     requests = []
+    texts = []
     for i, text in enumerate(w["texts"]):
         prompt = PREFIX[: text["shared"]] + random_tokens(text["own"] + 1, i)
         chosen = Settings(
@@ -135,8 +153,11 @@ def test_every_request_gets_the_tokens_it_gets_alone(w):
             seed=i,
             max_tokens=text["count"],
             gamma=text["gamma"],
+            prompt_logprobs=text["told"],
         )
-        requests.append(Request(prompt, chosen, range(12)))
+        first = Request(prompt, chosen, range(12))
+        requests += [first, *map(first.sibling_text, range(1, text["copies"]))]
+        texts += [text] + [text | dict(cancelled=None)] * (text["copies"] - 1)
     longest = max(len(r.tokens) + r.num_remaining for r in requests)
     blocks = -(-longest // w["size"]) + w["spare"] // w["size"]  # down to one text
 
@@ -152,7 +173,7 @@ def test_every_request_gets_the_tokens_it_gets_alone(w):
     batcher = Batcher(runner, w["batch"])
     cancelled = set()
     for step in range(2000):
-        for request, text in zip(requests, w["texts"]):
+        for request, text in zip(requests, texts):
             if step == text["arrives"]:
                 batcher.add(request)
             is_over = text["cancelled"] and step == text["arrives"] + text["cancelled"]
@@ -172,9 +193,15 @@ def test_every_request_gets_the_tokens_it_gets_alone(w):
     assert not batcher.waiting and not batcher.running, "the texts do not end"
     for request in requests:
         made = list(new_tokens(request))
-        expected = alone(request, w["drafter"], w["coupled"], w["bits"])
+        right = made_alone(request, w["drafter"], w["coupled"], w["bits"])
+        expected = list(new_tokens(right))
+        told = numbers(request.prompt_logprobs)
+        assert_close(told, numbers(right.prompt_logprobs[: len(told)]), rtol=0, atol=1e-9)
         assert made == (expected[: len(made)] if request in cancelled else expected)
-        assert request in cancelled or request.finish_reason
+        if request not in cancelled:
+            assert request.finish_reason
+            asks = request.settings.prompt_logprobs is not None
+            assert len(told) == asks * (request.num_prompt_tokens - 1)
         assert len(request.origins) == len(made)
         assert w["drafter"] != "none" or set(request.origins) <= {"plain"}
     if not w["contiguous"]:
@@ -208,6 +235,55 @@ def test_law_of_a_batch_whose_texts_are_preempted(drafter):
         law_of_kind = {text: p for (j, text), p in law.items() if j == i}
         assert distance(law_of_kind, kind.law()) < 1e-12
     assert num_preemptions > 10
+
+
+# ---- The log-probabilities of prompts
+
+
+def plain_logprobs(request: Request) -> Tensor:
+    """`numbers` of its prompt, by one pass without a cache."""
+    prompt = request.tokens[: request.num_prompt_tokens]
+    logits = LLAMA(torch.tensor(prompt))[:-1, :V]
+    return numbers(token_logprobs(logits, prompt[1:], request.settings.prompt_logprobs))
+
+
+def check_told(request: Request) -> None:
+    assert_close(numbers(request.prompt_logprobs), plain_logprobs(request), rtol=0, atol=1e-9)
+
+
+def test_prompts_are_told_once_whatever_is_cached_forked_or_read_again():
+    """A prompt is found in the cache; the first of three texts is cancelled amid the prompt, which
+    the others read; a prompt is preempted after some chunks."""
+
+    def asking(prompt: list[int], count: int) -> Request:
+        return Request(prompt, Settings(0.0, seed=0, max_tokens=count, prompt_logprobs=2))
+
+    batcher = make_batcher(budget=16)
+    list(batcher.run([make_request(60, 2), make_request(60, 2)]))
+    cached = asking(random_tokens(60), 0)
+    list(batcher.run([cached]))
+    assert cached.finish_reason == "length" and cached.num_cached_tokens == 0
+    check_told(cached)
+
+    first = asking(random_tokens(50, 1), 2)
+    others = [first.sibling_text(i) for i in (1, 2)]
+    add_all(batcher, [first, *others])
+    batcher.step()
+    assert len(first.prompt_logprobs) == 16
+    batcher.cancel(first)
+    list(batcher.run())
+    for request in others:
+        check_told(request)
+
+    batcher = make_batcher(blocks=38, size=1, budget=5)
+    old = make_request(4, 30)
+    read_again = asking(random_tokens(30, 2), 3)
+    num_told = []
+    for _ in batcher.run([old, read_again]):
+        if read_again.num_preemptions:
+            num_told.append(len(read_again.prompt_logprobs))
+    assert 0 < num_told[0] < 29  # it was preempted amid its prompt
+    check_told(read_again)
 
 
 # ---- Which requests run

@@ -117,6 +117,9 @@ def plain_rows(head: EagleHead, f: Tensor, e: Tensor) -> Tensor:
     q, k, v = (
         (x @ w[f"{name}self_attn.{part}_proj.weight"].T).view(m, -1, c.head_dim) for part in "qkv"
     )
+    if c.model_type == "qwen3":
+        q = norm(q, w[name + "self_attn.q_norm.weight"], c.rms_norm_eps)
+        k = norm(k, w[name + "self_attn.k_norm.weight"], c.rms_norm_eps)
     q = turned(q, c.rope_theta)
     k = turned(k, c.rope_theta)
     heads = []
@@ -195,11 +198,17 @@ def proposed(runner: ModelRunner, request: Request, k: int) -> tuple[list[int], 
 
 
 @pytest.mark.parametrize(
-    "flags, layout", [({}, "authors"), *((flags, "speculators") for flags in FLAGS)], ids=str
+    "flags, layout, kind",
+    [
+        ({}, "authors", "llama"),
+        ({}, "speculators", "qwen3"),
+        *((flags, "speculators", "llama") for flags in FLAGS),
+    ],
+    ids=str,
 )
-def test_drafts_are_those_of_the_formulas(tmp_path, flags, layout):
+def test_drafts_are_those_of_the_formulas(tmp_path, flags, layout, kind):
     """Read from a folder, after a prompt in chunks and a few rounds."""
-    target = random_llama(1, ops=Ops())
+    target = random_llama(1, ops=Ops(), model_type=kind)
     drafted = range(261) if flags.get("has_offsets") is False else range(0, 261, 2)
     plain = random_head(target, drafted, **flags)
     folder = write_head(tmp_path / "head", plain, layout)
@@ -615,7 +624,8 @@ WRONG = told(
     head {"speculators_model_type": "hass"} → speculators_model_type
     head {"transformer_layer_config": 5} → not an object
     layer {"num_hidden_layers": 2} → num_hidden_layers
-    layer {"model_type": "qwen3"} → model_type
+    layer {"model_type": "qwen3_moe"} → model_type
+    layer {"model_type": "qwen3"} → q_norm
     layer {"vocab_size": 300} → vocab_size
     layer {"head_dim": 8} → head_dim
     layer {"num_key_value_heads": 4} → num_key_value

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 import generate as page
 from checkpoint.formats import Quantization
 from checkpoint.hub import find_model
-from conftest import random_llama, write_model
+from conftest import CHATML, random_llama, write_model
 from errors import UserError
 from generate import DRAFTS, Draft, Engine, Model, generate, load_draft, plain_loop, stream
 from grammar import Grammars
@@ -105,6 +105,15 @@ def test_stream_yields_the_text_piece_by_piece(model, draft):
         assert "".join(pieces) == generate(PROMPT, **settings, **more).text
     first = next(stream(PROMPT, **settings))
     assert text.startswith(first) and len(first) < 10
+
+
+def test_thinking_is_what_the_template_gets(tmp_path):
+    asks = write_model(tmp_path, template=CHATML + "{{ enable_thinking }}")
+    chat = Model.load(asks, "cpu")
+    plain = generate("hello", chat, max_tokens=1).prompt_tokens
+    for value in (True, False):
+        told = generate("hello", chat, thinking=value, max_tokens=1).prompt_tokens
+        assert told == plain + chat.tokenizer.encode(str(value))
 
 
 def test_messages_need_a_chat_template_and_stand_for_the_prompt(model, instruct):

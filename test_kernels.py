@@ -17,7 +17,7 @@ import sampling
 from conftest import Place, amid, model_chain, poison, program, random_llama
 from drafters import fastest_draft
 from flash import Flash, triton
-from kernels import Linear, Ops, attention, rotate, rotated
+from kernels import HeadNorm, Linear, Ops, attention, rotate, rotated
 from kvcache import AttentionMetadata, Cache, SequenceSlice, Store
 from model import Llama
 from paged import PagedCache
@@ -131,11 +131,11 @@ PRODUCTS = [  # T, N, K, columns that share a scale
     (3, 20, 48, 16),
 ]
 BETWEEN = [(2, 1100, 10, 40.0), (3, 5, 4, 1e-3)]  # T, C, heads, size of the numbers
-ATTENTION = [  # new and past tokens of each text, G, R, D, S, whether q and k are not yet rotated
-    ([(2, 9), (1, 31)], 2, 3, 20, WHOLE, False),
-    ([(17, 30), (1, 64), (4, 0)], 1, 4, 20, 5, True),
-    ([(4, 30), (1, 7), (3, 0)], 2, 2, 72, 5, True),
-    ([(1, 575)], 1, 2, 16, WHOLE, False),
+ATTENTION = [  # new and past tokens of each text, G, R, D, S, what is left to do with q and k
+    ([(2, 9), (1, 31)], 2, 3, 20, WHOLE, ""),
+    ([(17, 30), (1, 64), (4, 0)], 1, 4, 20, 5, "norm, rotate"),
+    ([(4, 30), (1, 7), (3, 0)], 2, 2, 72, 5, "rotate"),
+    ([(1, 575)], 1, 2, 16, WHOLE, ""),
 ]
 LOGITS = [  # B, V, settings for each row, whole numbers
     (3, 200, False, False),
@@ -413,6 +413,14 @@ class Contract:
             outputs.append(rotate(q, rope))
             assert all(part.requires_grad for part in outputs)  # gradients pass
 
+            norm = HeadNorm(torch.randn(4 * C).to(dtype), 1e-5)
+            normed = rotated(qkv, 1, None, norm)[:2]
+            for part, of_part, x in zip(normed, norm.weight.chunk(2), qkv.split((heads, 1, 1), 1)):
+                wide = x.double()
+                wanted = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+                wanted = wanted * of_part.double()
+                self.close(part, wanted, dtype, 2 * wanted.abs())
+
     @pytest.mark.parametrize("bits", [(16, 16), (8, 8), (8, 4), (4, 4)])
     def test_attention_reads_what_is_stored(self, bits: Bits):
         """Sequences in blocks anywhere, prompts and single tokens in one step, contiguous, too.
@@ -428,9 +436,9 @@ class Contract:
             st.integers(1, 4),
             st.sampled_from([2, 6, 16, 20]),
             st.sampled_from([1, 2, 3, 4, 5, WHOLE]),
-            st.booleans(),
+            st.sampled_from(["", "rotate", "norm, rotate"]),
         )
-        def body(texts, G, R, D, S, rotates, dtype, seed):
+        def body(texts, G, R, D, S, left, dtype, seed):
             torch.manual_seed(seed)
             H = G * R
             T = sum(n for n, _ in texts)
@@ -458,15 +466,16 @@ class Contract:
             metadata = AttentionMetadata(slices, S, Cached(*stores, dtype, S))
             qkv = torch.randn(T, H + 2 * G, D).to(dtype)
             qkv[-1, H:] = 0  # all-zero groups, too
-            rope = random_rope(T, D, dtype) if rotates else None
-            out = self.ops.attend(qkv, G, rope, metadata, 1)
-            q, k, v = rotated(qkv, G, rope)
+            rope = random_rope(T, D, dtype) if left else None
+            norm = HeadNorm(torch.randn(2 * D).to(dtype), 1e-3) if "norm" in left else None
+            out = self.ops.attend(qkv, G, rope, metadata, 1, norm)
+            q, k, v = rotated(qkv, G, rope, norm)
 
             counts = metadata.num_new_tokens
             parts = zip(*(x.split(counts) for x in (out, q, k, v)))
             for slots, (own_out, own_q, own_k, own_v) in zip(all_slots, parts):
                 new = slots[-len(own_q) :]
-                self.check_stored(stores[0], new, own_k, rotates)
+                self.check_stored(stores[0], new, own_k, bool(left))
                 self.check_stored(stores[1], new, own_v, False)
                 keys, values = (store.read(1, slots, torch.float64) for store in stores)
                 size = 4 * values.abs().amax() * (1 + own_q.double().abs().amax())

@@ -54,6 +54,7 @@ def test_the_cases_cover_what_they_should():
     assert 1 in {c.num_key_value_heads for c in configs}
     for name in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
         assert {getattr(c, name) for c in configs} == {True, False}
+    assert {c.model_type for c in configs} == {"llama", "qwen2", "qwen3"}
     scalings = [c.rope_scaling or {} for c in configs]
     assert {scaling.get("rope_type") for scaling in scalings} == {None, "linear", "llama3"}
     for scaling in scalings:

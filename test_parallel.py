@@ -8,11 +8,14 @@ import multiprocessing
 import os
 import re
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -28,6 +31,8 @@ from hypothesis import strategies as st
 
 from app.launch import (
     GRACE,
+    connect,
+    end_with_peer,
     follow,
     handle_signal,
     joined,
@@ -116,6 +121,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "tied": write_model(folder / "tied"),
         "draft": write_model(folder / "draft", seed=0, num_hidden_layers=1),
         "biased": write_model(folder / "biased", seed=1, **biased),
+        "qwen2": write_model(folder / "qwen2", seed=1, model_type="qwen2"),
+        "qwen3": write_model(folder / "qwen3", seed=1, model_type="qwen3"),
         "wide": write_model(folder / "wide", seed=2, **WIDE),  # two shards of groups of 128
     }
 
@@ -146,6 +153,33 @@ def test_processes_wait_for_each_other_without_a_limit(monkeypatch):
     with joined(2, torch.device("cpu"), []) as device:
         assert device.type == "cpu"
     assert asked["world_size"] == 2 and asked["timeout"] > timedelta(days=30)
+
+
+def test_a_process_of_torchrun_ends_with_its_peer(monkeypatch, capsys):
+    """Which is done, has ended before, or is out of reach."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.setattr(sys, "__stderr__", sys.stderr)
+    for act, words in (
+        (lambda peer: peer.send(b"."), ""),
+        (socket.socket.close, "the process on 127.0.0.1 has ended"),
+        (reset, "127.0.0.1 cannot be reached"),
+    ):
+        for is_first in (True, False):
+            store = dist.HashStore()
+            with ThreadPoolExecutor(1) as pool:
+                others = pool.submit(connect, store, 0, 2)
+                ends = [*connect(store, 1, 2), *others.result()]
+            act(ends[is_first].connection)
+            with pytest.raises(SystemExit, match="2") if words else nullcontext():
+                end_with_peer(ends[not is_first])
+            assert capsys.readouterr().err == (f"error: {words}, and so all end\n" if words else "")
+
+
+def reset(peer: socket.socket) -> None:
+    """Let the other end's next call fail."""
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    peer.close()
 
 
 def test_a_process_after_the_first_tells_its_error_if_nobody_ends_it(monkeypatch):
@@ -275,6 +309,8 @@ def test_logits_are_those_of_one_process(everywhere, models):
         (2, "tied", 16, torch.float32, 1e-4),
         (2, "biased", 8, torch.float32, 1e-3),
         (4, "biased", 16, torch.float64, 1e-12),
+        (2, "qwen2", 8, torch.float64, 1e-12),
+        (4, "qwen3", 16, torch.float64, 1e-12),
         (2, "wide", 4, torch.float64, 1e-12),
         (2, "wide", 8, torch.bfloat16, 0.05),
     ):

@@ -81,7 +81,7 @@ def feed(stream: OutputStream, tokens: list[int]) -> None:
 
 
 def test_request_finishes_by_its_ends_and_its_limit():
-    request = Request([7, 7], Settings(max_tokens=2), (7,))
+    request = Request([7, 7], Settings(max_tokens=2), (7,), rounds=[RoundStats(0, 0)])
     assert request.num_remaining == 2
     assert request.finish_reason == ""  # an end in the prompt does not count
     request.tokens.append(5)
@@ -90,6 +90,10 @@ def test_request_finishes_by_its_ends_and_its_limit():
     assert request.finish_reason == "length"
     request.tokens[-1] = 7
     assert request.finish_reason == "stop"
+    request = Request([7], Settings(max_tokens=0), (7,))
+    assert request.finish_reason == ""  # the prompt is to be read
+    request.rounds.append(RoundStats(0, 0))
+    assert request.finish_reason == "length"
 
 
 def test_acceptance_is_over_examined_drafts():
@@ -135,7 +139,7 @@ def test_a_reply_has_no_space_that_a_continued_text_keeps(instruct, tmp_path):
 def test_a_whole_text_is_not_called_interrupted():
     tokenizer = Tokenizer.load(ROOT / "models" / "tiny")
     for num_fed, reason in ((1, "interrupted"), (2, "length")):
-        request = Request([1], Settings(seed=1, max_tokens=2))
+        request = Request([1], Settings(seed=1, max_tokens=2), rounds=[RoundStats(0, 0)])
         stream = OutputStream(tokenizer, request, "")
         request.tokens += [400, 401]
         request.origins += ["plain"] * 2

@@ -13,10 +13,12 @@ WRONG = dict(
     top_k=[-1, 1.5, math.nan, math.inf, "3", 2**31 + 1, True],
     top_p=[-1e-9, 1.1, math.nan, "x", True],
     min_p=[-1e-9, 2.0, math.nan, "", False],
-    max_tokens=[0, 2.5, True],
+    max_tokens=[-1, 2.5, True],
     seed=[2**63, -(2**63) - 1, "x", True],
     gamma=[-1, False, 1.5, "all"],
     logprobs=[-1, MAX_LOGPROBS + 1, 1.0, True],
+    thinking=[0, "on", 1.0],
+    prompt_logprobs=[-1, MAX_LOGPROBS + 1, "1", False],
     stop=[("",), ("a", ""), (3,), 3, {"a": 1}, ""],
     choice=[(), ("a", ""), (3,), 3, ""],
     schema=["{", "[1]", [1], 3, {"a": {1}}, "[" * 100_000],
@@ -35,10 +37,10 @@ def test_an_error_names_the_setting_the_value_and_the_rule(name):
 
 
 def test_the_ends_of_each_range_are_taken():
-    least = dict(temperature=0, top_k=0, top_p=1e-300, min_p=0, seed=-(2**63), max_tokens=1)
+    least = dict(temperature=0, top_k=0, top_p=1e-300, min_p=0, seed=-(2**63), max_tokens=0)
     most = dict(temperature=1e300, top_k=2**31, top_p=1, min_p=1.0, seed=2**63 - 1)
     for chosen in (
-        least | dict(gamma=0, logprobs=0),
+        least | dict(gamma=0, logprobs=0, prompt_logprobs=0),
         most | dict(max_tokens=10**9, gamma=10**9, logprobs=MAX_LOGPROBS),
     ):
         settings = Settings(**chosen)

@@ -4,6 +4,7 @@ import json
 import random
 import re
 import time
+import unicodedata
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,15 @@ from hypothesis import strategies as st
 
 import tokenizer
 from checkpoint import bytelevel
-from checkpoint.bytelevel import GPT2_SPLIT, LINEAR, LLAMA3_SPLIT, ByteLevel, compile_split
+from checkpoint.bytelevel import (
+    GPT2_SPLIT,
+    LINEAR,
+    LLAMA3_SPLIT,
+    MOST_MARKS,
+    QWEN2_SPLIT,
+    ByteLevel,
+    compile_split,
+)
 from checkpoint.chat import ChatTemplate
 from checkpoint.vocabulary import LONGEST_TOKEN, Finder, Vocabulary
 from conftest import BYTE_LEVEL, byte_alphabet, tokenizer_json, told
@@ -113,6 +122,18 @@ KINDS: dict[str, dict[str, Any]] = {
         splits=[LLAMA3_SPLIT],
         ignore_merges=True,
     ),
+    "qwen2": dict(
+        pre=dict(
+            type="Sequence",
+            pretokenizers=[
+                dict(
+                    type="Split", pattern={"Regex": QWEN2_SPLIT}, behavior="Isolated", invert=False
+                ),
+                BYTE_LEVEL | dict(use_regex=False),
+            ],
+        ),
+        splits=[QWEN2_SPLIT],
+    ),
     "lacking": dict(pre=BYTE_LEVEL, splits=[GPT2_SPLIT], lacks=b"\x00\x07\xc3\xf0z"),
 }
 
@@ -134,17 +155,16 @@ def describe(kind: str) -> tuple[dict[str, Any], list[tuple[str, str]], dict[str
         texts.append(spell("wörtlich".encode()))  # reachable by no merge, but as a whole piece
     vocab = {text: id for id, text in enumerate(reversed(texts))}
     special = {text: len(vocab) + i for i, text in enumerate(SPECIALS)}
-    return (
-        tokenizer_json(
-            vocab,
-            [" ".join(pair) for pair in merges],
-            how["pre"],
-            how.get("ignore_merges", False),
-            special,
-        ),
-        merges,
+    data = tokenizer_json(
         vocab,
+        [" ".join(pair) for pair in merges],
+        how["pre"],
+        how.get("ignore_merges", False),
+        special,
     )
+    if kind == "qwen2":
+        data["normalizer"] = {"type": "NFC"}
+    return data, merges, vocab
 
 
 def write(folder: Path, data: dict[str, Any], **config: Any) -> Path:
@@ -170,7 +190,7 @@ REFERENCES = {
 }
 WORDS = st.sampled_from(
     ["the", " cat", "cats", "'s", "'LL", " 12345", "\n", "  ", "\t", "é", "世", "😀", "\x00", "z"]
-    + ["wörtlich", " sat on", "0", "—", ".", *SPECIALS]
+    + ["wörtlich", " sat on", "0", "—", ".", "e", "\u0301", "\u0323", "\u212b", *SPECIALS]
 )
 TEXTS = st.one_of(
     st.text("ab ", max_size=40),
@@ -184,6 +204,8 @@ TEXTS = st.one_of(
 def test_tokens_are_those_of_the_definition(loaded, kind, text):
     tok, (splits, merges, vocab, ignore) = loaded[kind], REFERENCES[kind]
     ids = tok.encode(text)
+    if kind == "qwen2":
+        text = unicodedata.normalize("NFC", text)
     assert ids == reference(text, splits, merges, vocab, ignore)
     # whatever the text: TEXTS holds control tokens
     assert not set(ids) & set(tok.specials.values())
@@ -233,6 +255,13 @@ def test_any_list_of_merges_is_obeyed(tmp_path, how, texts, order):
     )
     for text in texts + more:
         assert tok.encode(text) == reference(text, [], merges, vocab, ignore), text
+
+
+def test_marks_that_would_take_a_normal_form_long_are_refused(loaded):
+    text = "a" + "\u0301" * (MOST_MARKS - 1)
+    assert loaded["qwen2"].encode(text) and loaded["gpt2"].encode(text + "\u0301")
+    with pytest.raises(UserError, match="marks in a row; leave some out"):
+        loaded["qwen2"].encode(text + "\u0301")
 
 
 ALONE = BYTE_LEVEL | dict(use_regex=False)
@@ -568,7 +597,8 @@ REFUSED = told(
     model {"vocab": {"世": 0}} → stands for no byte
     model {"vocab": 3} → not laid out
     model {"vocab": {}, "merges": []} → tokenizer.json
-    top {"normalizer": {"type": "NFC"}} → normalizer
+    top {"normalizer": {"type": "NFKC"}} → normalizer
+    top {"normalizer": {"type": "NFC", "x": 1}} → normalizer
     top {"decoder": {"type": "Metaspace"}} → Metaspace
     top {"decoder": null} → decoder
     top {"pre_tokenizer": {"type": "Whitespace"}} → Whitespace

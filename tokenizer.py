@@ -14,8 +14,8 @@ Invariants:
     spelled out.
   - decode(encode(text)) == text if the vocabulary has all 256 bytes. A byte that it lacks is
     dropped before merging, as in `tokenizers`, and a lone surrogate becomes U+FFFD. (SentencePiece
-    cannot tell a ▁ from a space. Some files ask for less: white space beside some added tokens, or
-    what a pattern does not match, is left out.)
+    cannot tell a ▁ from a space; Qwen's texts come back in Unicode's normal form C. Some files ask
+    for less: white space beside some added tokens, or what a pattern does not match, is left out.)
   - The pieces of an `IncrementalDecoder` and what `finish` returns, joined, are the decoded text.
 
 Chat templates are in checkpoint/chat.py. Not covered: `clean_up_tokenization_spaces`.
@@ -219,9 +219,11 @@ class Tokenizer:
         self,
         messages: list[Message],
         add_generation_prompt: bool = True,
+        enable_thinking: bool | None = None,
         tools: list[Json] | None = None,
     ) -> list[int]:
-        """The tokens of a conversation, [{"role": …, "content": …}, …], by the template."""
+        """The tokens of a conversation, [{"role": …, "content": …}, …], by the template, which may
+        know enable_thinking."""
         source = self.chat_template if tools is None else self.tool_template
         if source is None:
             raise UserError(
@@ -229,7 +231,8 @@ class Tokenizer:
                 "a chat_template.jinja"
             )
         encode = partial(self._bpe.encode, ends=thread_time() + SECONDS)
-        return self._templates[source].tokens(messages, add_generation_prompt, encode, tools)
+        template = self._templates[source]
+        return template.tokens(messages, add_generation_prompt, encode, enable_thinking, tools)
 
     # ---- Tokens to text
 

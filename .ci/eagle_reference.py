@@ -1,4 +1,5 @@
-"""EAGLE heads beside the `speculators` package: random heads, each flag, chains of three steps.
+"""EAGLE heads beside the `speculators` package: random heads, each flag, a Llama's layer and one of
+Qwen 3, chains of three steps.
 
     python .ci/eagle_reference.py
 
@@ -16,7 +17,7 @@ from checks import require
 from speculators.config import SpeculatorsConfig, VerifierConfig
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
-from transformers import LlamaConfig
+from transformers import AutoConfig
 
 from checkpoint.config import Config
 from conftest import SMALL
@@ -30,11 +31,13 @@ LAYERS = [0, 1, 2]
 STEPS = 3
 FLAGS = ({}, {"norm_before_residual": True}, {"norm_before_fc": True}, {"fc_norm": True})
 FLAGS += ({"norm_output": True}, {"norm_output": True, "norm_before_residual": True})
+CASES = [("llama", flags) for flags in FLAGS] + [("qwen3", flags) for flags in FLAGS[:2]]
 
 
-def theirs(flags: dict) -> Eagle3DraftModel:
-    """A random head of the package's."""
-    layer = LlamaConfig(
+def theirs(kind: str, flags: dict) -> Eagle3DraftModel:
+    """A random head of the package's, with a layer of this model_type."""
+    layer = AutoConfig.for_model(
+        kind,
         vocab_size=V,
         hidden_size=SMALL["hidden_size"],
         intermediate_size=28,
@@ -71,11 +74,12 @@ def theirs(flags: dict) -> Eagle3DraftModel:
 
 
 @torch.no_grad()
-def compare(flags: dict, folder: Path) -> float:
+def compare(kind: str, flags: dict, folder: Path) -> float:
     """The largest difference of logits, over the largest logit."""
-    model = theirs(flags)
+    model = theirs(kind, flags)
     model.save_pretrained(folder)
-    target = Llama(Config(**SMALL | {"num_hidden_layers": 3}), seed=1).pack_weights()
+    config = Config(**SMALL | {"num_hidden_layers": 3, "model_type": kind})
+    target = Llama(config, seed=1).pack_weights()
     head = EagleHead.load_for(folder, target)
     text = torch.randint(V, (12 + STEPS,))
     n = 12  # rows of true features
@@ -108,10 +112,11 @@ def compare(flags: dict, folder: Path) -> float:
 
 def main() -> None:
     torch.manual_seed(0)
-    for flags in FLAGS:
+    for kind, flags in CASES:
         with tempfile.TemporaryDirectory() as folder:
-            error = compare(flags, Path(folder))
-        told = f"EAGLE head of speculators, {flags or 'no flags'}: logits differ by {error:.1e}"
+            error = compare(kind, flags, Path(folder))
+        shown = flags or "no flags"
+        told = f"EAGLE head of speculators, {kind}, {shown}: logits differ by {error:.1e}"
         require(error <= 1e-4, told)
 
 

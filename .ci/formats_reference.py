@@ -2,8 +2,8 @@
 
     python .ci/formats_reference.py         (with compressed-tensors, bitsandbytes and accelerate)
 
-A random model is quantized and saved by the package, and its own dequantization gives the
-reference: the logits' difference must be below 1e-5 of their size (root mean square), and below
+Random models of each family are quantized and saved by the package, whose own dequantization gives
+the reference: the logits' difference must be below 1e-5 of their size (root mean square), and below
 1e-3 beside INT8 and INT4, where x has 16 bits on a CPU. Where inputs have 8 bits, too, a package
 rounds by a scale of its own: the error that rounding adds must be as large as theirs.
 """
@@ -22,10 +22,10 @@ from compressed_tensors.quantization import QuantizationConfig, apply_quantizati
 from compressed_tensors.quantization.lifecycle import disable_quantization
 from compressed_tensors.quantization.utils import calculate_qparams
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     BitsAndBytesConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
+    PreTrainedModel,
     logging,
 )
 
@@ -93,7 +93,7 @@ CASES = {
 }
 
 
-def compressed(model: LlamaForCausalLM, how: QuantizationConfig, folder: Path) -> LlamaForCausalLM:
+def compressed(model: PreTrainedModel, how: QuantizationConfig, folder: Path) -> PreTrainedModel:
     apply_quantization_config(model, how)
     for layer in model.modules():
         if hasattr(layer, "weight_scale"):
@@ -112,7 +112,7 @@ def compressed(model: LlamaForCausalLM, how: QuantizationConfig, folder: Path) -
     return model
 
 
-def nf4(model: LlamaForCausalLM, double: bool, folder: Path) -> LlamaForCausalLM:
+def nf4(model: PreTrainedModel, double: bool, folder: Path) -> PreTrainedModel:
     model.save_pretrained(folder / "plain")
     how = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=double
@@ -135,12 +135,12 @@ def rms(x: torch.Tensor) -> float:
 
 
 @torch.inference_mode()
-def main() -> None:
+def compare(kind: str) -> None:
     torch.manual_seed(0)
-    first = LlamaForCausalLM(LlamaConfig(**SHAPE))
+    first = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SHAPE))
     tokens = torch.randint(320, (1, 60))
-    for weight in first.parameters():
-        if weight.ndim == 2:
+    for name, weight in first.named_parameters():
+        if "norm" not in name:
             weight.normal_(std=SHAPE["hidden_size"] ** -0.5)
     writers = {name: (compressed, how) for name, how in CASES.items()}
     writers |= {"NF4": (nf4, False), "NF4, double quantization": (nf4, True)}
@@ -153,12 +153,15 @@ def main() -> None:
         if torch.equal(theirs, plain):
             error = rms(ours - theirs) / rms(theirs)
             limit = 1e-3 if name.startswith("INT") else 1e-5
-            require(error < limit, f"{name}: off by {error:.1e} of the logits' size")
+            require(error < limit, f"{kind}, {name}: off by {error:.1e} of the logits' size")
         else:
             ratio = rms(ours - plain) / rms(theirs - plain)
-            told = f"{name}: rounded inputs add {ratio:.2f} of the error that they add there"
+            told = (
+                f"{kind}, {name}: rounded inputs add {ratio:.2f} of the error that they add there"
+            )
             require(0.7 < ratio < 1.4, told)
 
 
 if __name__ == "__main__":
-    main()
+    for kind in ("llama", "qwen2", "qwen3"):
+        compare(kind)

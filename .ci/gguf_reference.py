@@ -1,9 +1,10 @@
 """Files that the `gguf` package writes, and what we read there.
 
-    python .ci/gguf_reference.py            (with gguf)
+    python .ci/gguf_reference.py            (with gguf and transformers)
 
 For each type: metadata and weights equal those that went in, within 1e-6 of the largest weight.
-Types that the package cannot quantize (Q4_K, Q5_K, Q6_K) have random blocks.
+Types that the package cannot quantize (Q4_K, Q5_K, Q6_K) have random blocks. Random models of Qwen,
+with the package's names, have the logits and greedy tokens that transformers gives the same file.
 """
 
 import sys
@@ -14,11 +15,17 @@ import gguf
 import numpy as np
 import torch
 from checks import require
+from random_models import BASE, CASES, greedy, greedy_of, make
+from transformers import AutoModelForCausalLM, PreTrainedModel, logging
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from checkpoint.gguf import GGUF, TYPES
 from checkpoint.gguf_blocks import BLOCK_FORMATS, unpack
+from model import Llama
+
+logging.set_verbosity_error()
+logging.disable_progress_bar()
 
 ROWS = 48
 COLUMNS = 768
@@ -87,6 +94,54 @@ def largest_error(type: str, ours: torch.Tensor, data: np.ndarray) -> float:
     return ((ours.float() - reference).abs().max() / reference.abs().max()).item()
 
 
+def write_qwen(file: Path, kind: str, model: PreTrainedModel) -> None:
+    """A model in float32, as llama.cpp's converter would name and order it."""
+    c = model.config
+    writer = gguf.GGUFWriter(file, kind)
+    writer.add_context_length(c.max_position_embeddings)
+    writer.add_embedding_length(c.hidden_size)
+    writer.add_block_count(c.num_hidden_layers)
+    writer.add_feed_forward_length(c.intermediate_size)
+    writer.add_head_count(c.num_attention_heads)
+    writer.add_head_count_kv(c.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(c.rms_norm_eps)
+    writer.add_rope_freq_base(c.rope_parameters["rope_theta"])
+    writer.add_vocab_size(c.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list([str(token) for token in range(c.vocab_size)])
+    writer.add_token_types([1] * c.vocab_size)
+    if kind == "qwen3":
+        writer.add_key_length(c.head_dim)
+        writer.add_value_length(c.head_dim)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind.upper()], c.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and c.tie_word_embeddings:
+            continue
+        writer.add_tensor(names.get_name(name, (".weight", ".bias")), tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@torch.inference_mode()
+def compare_qwen(kind: str, seed: int, folder: Path) -> None:
+    """Beside transformers' own reading of the file."""
+    file = folder / f"{kind}.gguf"
+    # Of Qwen 3's heads transformers reads no size here: it takes 128.
+    changes = {"head_dim": 128} if kind == "qwen3" else {}
+    write_qwen(file, kind, make(kind, seed, **changes))
+    reference = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file.name)
+    tokens = torch.randint(BASE["vocab_size"], (60,))
+    llama = Llama.load(file, "cpu", torch.float32)
+    expected = reference(tokens[None]).logits[0]
+    error = ((llama(tokens) - expected).abs().max() / expected.abs().max()).item()
+    is_same = greedy(llama, tokens[:9]) == greedy_of(reference, tokens[:9])
+    told = f"{kind}: logits differ by {error:.1e} from those of transformers, greedy tokens do not"
+    require(error < 1e-4 and is_same, told)
+
+
 def main() -> None:
     draw = np.random.default_rng(0)
     blocks = {type: quantized(type, draw) for type in BLOCK_FORMATS}
@@ -114,6 +169,8 @@ def main() -> None:
         for type, data in plain.items():
             error = largest_error(type, opened.read(type), data)
             require(error == 0, f"{type}: off by {error:.1e}")
+        for seed, kind in enumerate(case for case in CASES if case.startswith("qwen")):
+            compare_qwen(kind, seed, Path(folder))
 
 
 if __name__ == "__main__":

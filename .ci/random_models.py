@@ -1,4 +1,4 @@
-"""Small random Llamas made by transformers, one for each thing that a config can ask for.
+"""Small random models made by transformers, one for each thing that a config can ask for.
 
 Needs transformers. `python .ci/random_models.py` writes test_data/: the models and the logits that
 transformers gives them, which test_model.py compares ours with, offline. transformers_reference.py
@@ -11,9 +11,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from kvcache import KVCache
+from model import Llama
 
 BASE = dict(
     vocab_size=43,
@@ -43,22 +47,25 @@ CASES: dict[str, dict[str, Any]] = {
     "head-dim": dict(head_dim=10, num_attention_heads=6, num_key_value_heads=3),
     "biases": dict(attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
     "sharded": dict(num_hidden_layers=3),
+    "qwen2": dict(model_type="qwen2", tie_word_embeddings=True, rope_theta=1e6),
+    "qwen3": dict(model_type="qwen3", head_dim=10, rope_theta=1e6, sliding_window=8),
 }
 TOKENS = 60  # past the original length of the scaled model
 
 
-def make(case: str, seed: int, **changes: Any) -> LlamaForCausalLM:
+def make(case: str, seed: int, **changes: Any) -> PreTrainedModel:
     """A model whose logits are of order 1 and depend on every weight: norms and biases are random
     too."""
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**{**BASE, **CASES[case], **changes})).eval()
+    config = dict(model_type="llama") | BASE | CASES[case] | changes
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.normal_(1 if "norm" in name else 0, 0.2 if p.dim() == 1 else 1.5 * p.shape[1] ** -0.5)
     return model
 
 
-def save(case: str, model: LlamaForCausalLM, folder: Path) -> None:
+def save(case: str, model: PreTrainedModel, folder: Path) -> None:
     """As the Hub would hold it: one file, or shards with an index."""
     shutil.rmtree(folder, ignore_errors=True)
     model.save_pretrained(folder, max_shard_size="16KB" if case == "sharded" else "1GB")
@@ -83,6 +90,26 @@ def move_rope(folder: Path, place: str) -> None:
         if rope.get("rope_type", "default") == "default":
             config["rope_scaling"] = None
     (folder / "config.json").write_text(json.dumps(config, indent=1))
+
+
+def greedy(llama: Llama, prompt: torch.Tensor, n: int = 20) -> list[int]:
+    """The prompt, and n tokens after it: the most probable ones, by a cache."""
+    cache = KVCache(llama.kv_spec(), len(prompt) + n)
+    seq, _ = cache.open(())
+    tokens = prompt.tolist()
+    new = tokens
+    for _ in range(n):
+        logits = llama(torch.tensor(new), cache.extend([(seq, new)]), slice(-1, None))
+        new = [int(logits.argmax())]
+        tokens = tokens + new
+    return tokens
+
+
+def greedy_of(reference: PreTrainedModel, prompt: torch.Tensor, n: int = 20) -> list[int]:
+    """The same by transformers."""
+    reference.generation_config.eos_token_id = None
+    how = dict(max_new_tokens=n, do_sample=False, attention_mask=torch.ones_like(prompt)[None])
+    return reference.generate(prompt[None], **how)[0].tolist()
 
 
 def main() -> None:

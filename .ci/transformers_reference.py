@@ -15,7 +15,7 @@ from statistics import median
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 import torch
 from checks import require
-from random_models import CASES, make, move_rope, save
+from random_models import CASES, greedy, greedy_of, make, move_rope, save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from checkpoint.eagle import is_eagle
@@ -40,6 +40,7 @@ QUESTIONS = [
 def random_models() -> None:
     """Every kind of config, with seeds that the stored expectations do not have."""
     worst = 0.0
+    num_same = 0
     with tempfile.TemporaryDirectory() as root:
         for i, (case, seed) in enumerate((case, seed) for case in CASES for seed in (100, 101)):
             reference, folder = make(case, seed), Path(root) / f"{case}-{seed}"
@@ -48,18 +49,16 @@ def random_models() -> None:
                 move_rope(folder, ("rope_parameters", "rope_scaling", "type")[i % 3])
             tokens = torch.randint(0, 43, (100,), generator=torch.Generator().manual_seed(seed))
             expected = reference(tokens[None]).logits[0]
-            worst = max(
-                worst,
-                float(
-                    (Llama.load(folder, "cpu", torch.float32)(tokens) - expected).abs().max()
-                    / expected.abs().max()
-                ),
-            )
+            llama = Llama.load(folder, "cpu", torch.float32)
+            error = (llama(tokens) - expected).abs().max() / expected.abs().max()
+            worst = max(worst, float(error))
+            num_same += greedy(llama, tokens[:9]) == greedy_of(reference, tokens[:9])
     require(
         worst < 1e-4,
         f"logits of {2 * len(CASES)} random models in float32: at most {worst:.1e} from "
         "those of transformers, relatively",
     )
+    require(num_same == 2 * len(CASES), f"20 greedy tokens of {num_same} of them are the same")
 
 
 @torch.inference_mode()

@@ -221,7 +221,7 @@ def one_prompt(
 ) -> int:
     """Answer a prompt --n times: one after the other, or with --json in a batch. -> 0"""
     first = model.request(prompt, settings, options_of(args), args.system, args.use_template)
-    length = first.num_prompt_tokens + first.num_remaining
+    length = max(2, first.num_prompt_tokens + first.num_remaining)
     max_batch = min(args.n, args.max_batch) if args.json and not args.no_cache else 1
     engine = start(args, model, draft, length, max_batch)
     streams = [output_stream(args, model, first, prompt)]

@@ -30,8 +30,8 @@ BOTH = """
     stream_options response_format json_schema structured_outputs origins
 """
 TOOLS = {"tools", "tool_choice", "parallel_tool_calls"}
-CHAT = {*SETTINGS, *BOTH.split(), "messages", "top_logprobs", *TOOLS}
-COMPLETION = {*SETTINGS, *BOTH.split(), "prompt", "add_special_tokens", "special"}
+CHAT = {*SETTINGS, *BOTH.split(), "messages", "top_logprobs", "chat_template_kwargs", *TOOLS}
+COMPLETION = {*SETTINGS, *BOTH.split(), "prompt", "echo", "add_special_tokens", "special"}
 MESSAGE = set("role content id opts agent model messageId traceId timestamp usage parsed".split())
 OF_ROLE = {  # of a model that may call
     "assistant": {*MESSAGE, "tool_calls"},

@@ -137,6 +137,11 @@ def add_text_flags(p: argparse._ArgumentGroup) -> None:
         "--stop", action="append", default=[], help="end before this text; may be repeated"
     )
     p.add_argument("--system", help="a system message, for chat templates")
+    p.add_argument(
+        "--thinking",
+        action=argparse.BooleanOptionalAction,
+        help="whether to think first, for chat templates that ask (Qwen 3)",
+    )
     either = p.add_mutually_exclusive_group()
     either.add_argument(
         "--chat",
@@ -230,6 +235,11 @@ def add_output_flags(p: argparse._ArgumentGroup) -> None:
         type=int,
         help="in JSON: ln p of each token, and of so many of the most probable (before filters)",
     )
+    p.add_argument(
+        "--prompt-logprobs",
+        type=int,
+        help="in JSON: the same, of the prompt's tokens (--max-tokens 0: of these alone)",
+    )
     p.add_argument("--out", metavar="FILE", help="write results there, not to standard output")
     p.add_argument(
         "--color",
@@ -258,8 +268,10 @@ def check_flags(args: argparse.Namespace) -> None:
             raise UserError(f"--out {args.out} is the file of --prompts: name another")
     if args.schema == "-" and "-" in (args.prompt, args.prompts):
         raise UserError("standard input holds the schema or the prompt: name a file for one")
-    if args.logprobs is not None and not (args.json or args.prompts):
-        raise UserError("--logprobs is about JSON results: add --json, or use --prompts FILE")
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(args, name) is not None and not (args.json or args.prompts):
+            flag = name.replace("_", "-")
+            raise UserError(f"--{flag} is about JSON results: add --json, or use --prompts FILE")
     if args.color and args.json:
         raise UserError("--color is for text: leave it out, or --json")
 

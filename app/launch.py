@@ -12,13 +12,17 @@ what it reads goes to the others (`read_once`).
     tells its error, and ends.
   - When a process ends, all end. The first one waits for the others' ends in threads; the standard
     input of the others is a pipe that closes when the first one has ended, in whatever way.
+  - Processes of torchrun may be on several machines. Each has a connection to the first one, which
+    is silent until both are done. It closes when one of them ends before, and fails, after about 20
+    seconds, when the other machine cannot be reached any more.
 
-Not covered: a process that hangs (Ctrl-C waits for it, the terminal's Ctrl-\\ does not); starting
-processes on several machines, and one line for an error there (torchrun has its own words).
+Not covered: a process that hangs (Ctrl-C waits for it, the terminal's Ctrl-\\ does not); torchrun's
+own words, which follow the line that tells an error.
 """
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -27,19 +31,21 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from app.shell import SIGNALS, interruption, say, status
-from errors import UserError
+from errors import UserError, brief
 from kernels import live_graphs
 from parallel import num_processes, stop_flag
 
 PROGRAM = Path(__file__).parent.parent / "generate.py"
 FOREVER = timedelta(days=365)  # a chat waits for its reader
 GRACE = 1.0  # seconds for another process to end first
+# A silent connection is probed after 5 seconds, and every 5 seconds; it fails after 3 lost probes.
+KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 
 
 # ---- Signals -----------------------------------------------------------------------------------
@@ -135,9 +141,14 @@ def joined(n: int, device: torch.device, arguments: Sequence[str]) -> Iterator[t
         if n > 1:
             Thread(target=end_with_first, daemon=True).start()
     torch.set_num_threads(max(1, torch.get_num_threads() // n))  # each has a share of the cores
-    meeting = nullcontext(next(dist.rendezvous("env://"))) if is_started else others(n, arguments)
+    if n == 1:
+        meeting = met_by_torchrun()
+    elif is_started:  # by `others`
+        meeting = nullcontext(next(dist.rendezvous("env://")))
+    else:
+        meeting = others(n, arguments)
     with meeting as (store, number, size):
-        dist.init_process_group(store=store, rank=number, world_size=size, timeout=FOREVER)
+        start_group(store, number, size)
         try:
             index = int(os.environ.get("LOCAL_RANK", 0))
             yield device if device.type == "cpu" else torch.device(device.type, index)
@@ -148,6 +159,69 @@ def joined(n: int, device: torch.device, arguments: Sequence[str]) -> Iterator[t
             for graph in live_graphs:
                 graph.reset()
             dist.destroy_process_group()
+
+
+def start_group(store: dist.Store, number: int, size: int) -> None:
+    try:
+        dist.init_process_group(store=store, rank=number, world_size=size, timeout=FOREVER)
+    except RuntimeError as error:
+        raise UserError(
+            "the processes do not reach each other: set GLOO_SOCKET_IFNAME, or NCCL_SOCKET_IFNAME, "
+            f"to the name of the network between the machines ({brief(error)})"
+        ) from None
+
+
+@contextmanager
+def met_by_torchrun() -> Iterator[tuple[dist.Store, int, int]]:
+    """Where all meet, the number of this process, and how many there are."""
+    store, number, size = next(dist.rendezvous("env://"))
+    peers = connect(store, number, size)
+    for peer in peers:
+        peer.connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in KEEPALIVE.items():
+            peer.connection.setsockopt(socket.IPPROTO_TCP, option, value)
+        Thread(target=end_with_peer, args=(peer,), daemon=True).start()
+    is_done = True  # so it is after Ctrl-C, too, which all processes hear of
+    try:
+        yield store, number, size
+    except Exception:
+        is_done = False
+        raise
+    finally:
+        if is_done:
+            for peer in peers:
+                peer.connection.send(b".")
+
+
+class Peer(NamedTuple):
+    """Another process of torchrun's."""
+
+    connection: socket.socket
+    host: str
+
+
+def connect(store: dist.Store, number: int, size: int) -> list[Peer]:
+    """Connect the first process to all others -> those that this process is connected to."""
+    host = os.environ["MASTER_ADDR"]  # of the first process
+    if number > 0:
+        return [Peer(socket.create_connection((host, int(store.get("port")))), host)]
+    family = socket.getaddrinfo(host, None)[0][0]
+    with socket.create_server(("", 0), family=family) as listener:
+        store.set("port", str(listener.getsockname()[1]))
+        accepted = [listener.accept() for _ in range(1, size)]
+    return [Peer(connection, address[0]) for connection, address in accepted]
+
+
+def end_with_peer(peer: Peer) -> None:
+    """End this process when another one fails, or its machine is cut off."""
+    told = f"the process on {peer.host} has ended"
+    try:
+        if peer.connection.recv(1):  # it is done
+            return
+    except OSError:
+        told = f"{peer.host} cannot be reached"
+    print(f"error: {told}, and so all end", file=sys.__stderr__, flush=True)
+    os._exit(2)
 
 
 @contextmanager

@@ -1,10 +1,10 @@
 """OpenAI's protocol: what a client may ask for, and what it is answered.
 
 `/v1/chat/completions` and `/v1/completions`, with fields that vLLM and llama.cpp have added (top_k,
-min_p, ignore_eos, stop_token_ids, structured_outputs, json_schema). fields.py has the closed list
-of fields. `read_request` reads a body, and `Reply` writes the answers: one object, or, streamed, a
-chunk for all that is new of a text, with the role in the first and the finish_reason in the last.
-tools.py has the functions that an answer may call.
+min_p, ignore_eos, stop_token_ids, structured_outputs, json_schema, chat_template_kwargs). fields.py
+has the closed list of fields, and tools.py the functions that an answer may call. `read_request`
+reads a body, and `Reply` writes the answers: one object, or, streamed, a chunk for all that is new
+of a text, with the role in the first and the finish_reason in the last.
 
 `special`: a prompt means the control tokens that it spells (the default: they are text there).
 `max_completion_tokens` comes before `max_tokens`. `stop_token_ids` may end a text amid its grammar:
@@ -14,7 +14,6 @@ its finish_reason is `length` then.
 import json
 import re
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -83,6 +82,7 @@ class Asked:
     include_usage: bool  # in a last chunk
     continuous_usage: bool  # in every chunk
     shows_origins: bool
+    echo: bool  # a text begins with its prompt
 
     @property
     def follows(self) -> Grammar | None:
@@ -115,6 +115,9 @@ def read_request(data: bytes, is_chat: bool, offer: Offer) -> Asked:
     n = body.get("n", 1)
     check_whole("n", n, 1, MAX_CHOICES // len(prompts), f" ({len(prompts)} prompts)")
     settings = read_settings(body, is_chat, tools, offer)
+    echo = not is_chat and typed(body, "echo", bool, False)
+    if echo:
+        settings = replace(settings, prompt_logprobs=settings.logprobs)
     is_reply = is_chat and offer.model.uses_template(None)
     streams = []
     for tokens in prompts:
@@ -133,6 +136,7 @@ def read_request(data: bytes, is_chat: bool, offer: Offer) -> Asked:
         include_usage=typed(options, "include_usage", bool, False),
         continuous_usage=typed(options, "continuous_usage_stats", bool, False),
         shows_origins=typed(body, "origins", bool, False),
+        echo=echo,
     )
 
 
@@ -187,12 +191,21 @@ def read_chat(body: Body, tools: Tools | None, offer: Offer) -> list[list[int]]:
     laid_out = None if tools is None else [function.tool for function in tools.declared]
     size = len(json.dumps([conversation, laid_out], ensure_ascii=False))
     check_characters("messages", size, offer)
+    thinking = read_thinking(body)
     if offer.model.uses_template(None):
-        tokens = offer.model.tokenizer.chat(conversation, tools=laid_out)
+        tokens = offer.model.tokenizer.chat(conversation, enable_thinking=thinking, tools=laid_out)
     else:
-        tokens = offer.model.encode("\n".join(message["content"] for message in conversation))
+        text = "\n".join(message["content"] for message in conversation)
+        tokens = offer.model.encode(text, thinking=thinking)
     check_length("messages", tokens, offer)
     return [tokens]
+
+
+def read_thinking(body: Body) -> bool | None:
+    """What the template is to get as enable_thinking."""
+    values = typed(body, "chat_template_kwargs", dict, {})
+    check_listed(values, ("enable_thinking",), "chat_template_kwargs.")
+    return typed(values, "enable_thinking", bool, None)
 
 
 def chat_message(where: str, message: Any, may_call: bool) -> Message:
@@ -369,7 +382,7 @@ def read_settings(body: Body, is_chat: bool, tools: Tools | None, offer: Offer) 
     chosen["max_tokens"] = offer.limit if is_chat else DEFAULT_MAX_TOKENS
     for name in ("max_tokens", "max_completion_tokens"):
         if name in body:
-            check_whole(name, body[name], 1, None)
+            check_whole(name, body[name], 0, None)
             chosen["max_tokens"] = body[name]
     chosen["logprobs"] = body.get("logprobs")
     if is_chat:  # there it is a switch
@@ -444,7 +457,9 @@ class Reply:
         self.id = ("chatcmpl-" if asked.is_chat else "cmpl-") + uuid4().hex
         self.model = offer.name
         self.created = int(time.time())
-        self.offsets = Counter[int]()  # characters of each text that have logprobs
+        # Of each text: the decoder of its tokens that have logprobs, and their characters so far.
+        self.decoders = [self.tokenizer.incremental_decoder(not asked.echo) for _ in asked.streams]
+        self.offsets = [0] * len(asked.streams)
         self.num_tokens: dict[int, int] = {}  # of each text
         self.readers: list[CallReader] = []  # of each text that may call functions
         if asked.tools is not None:
@@ -456,18 +471,18 @@ class Reply:
         choices = []
         for result in results:
             i = result.index
-            self.num_tokens[i] = len(result.tokens)
-            choice: Body = {"text": result.text}
+            choice: Body = {"text": self._echo(i) + result.text}
             if self.asked.is_chat:
                 choice = {"message": {"role": "assistant"} | self._said(i, result.text, True)}
-            choices.append(choice | self._about(i, result.logprobs, result))
+            choices.append(choice | self._about(i, result.logprobs or (), result))
+            self.num_tokens[i] = len(result.tokens)
         return self._object(choices) | {"usage": self.usage()}
 
     def chunk(self, update: Update) -> Body:
         """What is new in one text."""
         i = update.index
         text = "".join(piece for piece, _ in update.pieces)
-        choice: Body = {"text": text}
+        choice: Body = {"text": self._echo(i) + text}
         if self.asked.is_chat:
             delta = self._said(i, text, update.result is not None)
             if i not in self.num_tokens:
@@ -475,8 +490,8 @@ class Reply:
             elif not delta["content"]:
                 del delta["content"]
             choice = {"delta": delta}
+        choice |= self._about(i, update.logprobs, update.result)
         self.num_tokens[i] = update.num_tokens
-        choice |= self._about(i, update.logprobs or None, update.result)
         chunk = self._object([choice], ".chunk")
         if self.asked.shows_origins:
             chunk["origins"] = update.pieces
@@ -511,6 +526,12 @@ class Reply:
             "choices": choices,
         }
 
+    def _echo(self, index: int) -> str:
+        """The prompt, if it is wanted before the first of a text."""
+        if not self.asked.echo or index in self.num_tokens:
+            return ""
+        return self.tokenizer.decode(self.asked.streams[index].result.prompt_tokens)
+
     def _said(self, index: int, text: str, is_last: bool) -> Body:
         """The next piece of a chat's text: what it says, and what it calls."""
         if not self.readers:
@@ -524,10 +545,9 @@ class Reply:
                 del call["index"]
         return {"content": delta.content or None, "tool_calls": calls}
 
-    def _about(
-        self, index: int, logprobs: Sequence[TokenLogprob] | None, result: Result | None
-    ) -> Body:
-        """The fields that every choice has. logprobs, result: None if there are none yet."""
+    def _about(self, index: int, logprobs: Sequence[TokenLogprob], result: Result | None) -> Body:
+        """The fields that every choice has. logprobs: new ones; result: None if there is none
+        yet."""
         reason = None
         if result is not None:
             if result.error:
@@ -537,31 +557,44 @@ class Reply:
                 reason = "tool_calls"
         return {
             "index": index,
-            "logprobs": None if logprobs is None else self._logprobs(index, logprobs),
+            "logprobs": self._logprobs(index, logprobs),
             "finish_reason": reason,
         }
 
     # ---- Log-probabilities
 
-    def _logprobs(self, index: int, entries: Sequence[TokenLogprob]) -> Body:
+    def _logprobs(self, index: int, entries: Sequence[TokenLogprob]) -> Body | None:
+        """None if there are no new ones."""
         if self.asked.is_chat:
             content = []
             for entry in entries:
                 top = [self._token(token, logprob) for token, logprob in entry.top]
                 fields = self._token(entry.token, entry.logprob)
                 content.append(fields | {"top_logprobs": top})
-            return {"content": content}
-        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-        columns: Body = {name: [] for name in names}
+            return {"content": content} if content else None
+        rows: list[tuple[int, float | None, Body | None]] = []
+        request = self.asked.streams[index].request
+        if request.settings.prompt_logprobs is not None and index not in self.num_tokens:
+            rows.append((request.tokens[0], None, None))  # nothing comes before it
+            entries = [*request.prompt_logprobs, *entries]
         for entry in entries:
-            text = self._text(entry.token)
-            columns["tokens"].append(text)
-            columns["token_logprobs"].append(told(entry.logprob))
             top = {self._text(token): told(logprob) for token, logprob in entry.top}
-            columns["top_logprobs"].append(top)
-            columns["text_offset"].append(self.offsets[index])
-            self.offsets[index] += len(text)
-        return columns
+            rows.append((entry.token, told(entry.logprob), top))
+        if not rows:
+            return None
+        tokens, logprobs, tops = zip(*rows)
+        return {
+            "tokens": [self._text(token) for token in tokens],
+            "token_logprobs": logprobs,
+            "top_logprobs": tops,
+            "text_offset": [self._offset(index, token) for token in tokens],
+        }
+
+    def _offset(self, index: int, token: int) -> int:
+        """Where the next token begins among the characters of those before it."""
+        offset = self.offsets[index]
+        self.offsets[index] += len(self.decoders[index].feed(token))
+        return offset
 
     def _token(self, token: int, logprob: float) -> Body:
         data = self.tokenizer.token_bytes(token, special=True)

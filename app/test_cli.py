@@ -191,7 +191,7 @@ def test_colors_show_the_origin_of_each_token(base, capsys):
 
 
 def test_logprobs_of_json_lines_are_those_of_the_flag(base, capsys, tmp_path):
-    lines = [dict(prompt=PROMPT), dict(prompt=PROMPT, logprobs=0)]
+    lines = [dict(prompt=PROMPT), dict(prompt=PROMPT, logprobs=0, prompt_logprobs=1)]
     (tmp_path / "prompts").write_text("\n".join(map(json.dumps, lines)))
     flags = ("--target", base, "--seed", "5", "--max-tokens", "6", *FLOAT64)
     (wanted,) = run_json(capsys, PROMPT, *flags, "--json", "--logprobs", "2")
@@ -202,8 +202,11 @@ def test_logprobs_of_json_lines_are_those_of_the_flag(base, capsys, tmp_path):
         assert one["logprob"] == pytest.approx(alone["logprob"], abs=1e-9) == other["logprob"]
         assert [token for token, _ in one["top"]] == [token for token, _ in alone["top"]]
         assert len(one["top"]) == 2 and other["top"] == []
-    (result,) = run_json(capsys, PROMPT, *flags, "--json")
+    told = [entry["token"] for entry in second["prompt_logprobs"]]
+    assert told == second["prompt_tokens"][1:] and "prompt_logprobs" not in first
+    (result,) = run_json(capsys, PROMPT, *flags, "--json", "--prompt-logprobs", "1")
     assert "logprobs" not in result
+    assert [entry["token"] for entry in result["prompt_logprobs"]] == told
 
 
 def test_a_bad_line_keeps_its_id_and_the_others_are_served(base, capsys, tmp_path):
@@ -450,6 +453,7 @@ BAD_FLAGS = told(
     --kv-bits 5 → kv_bits is '5': it must be
     --dtype int8 → invalid choice: 'int8'
     --system 'be kind' → need a chat template
+    --no-thinking → need a chat template
     extra → unrecognized arguments: extra
     --target no-such-model → 'no-such-model' is neither
     --target /no/such/folder → neither a folder
@@ -457,6 +461,7 @@ BAD_FLAGS = told(
     --prompts x → --prompts FILE has the prompts
     --color → --color is about drafted
     --logprobs 2 → --logprobs is about JSON results
+    --prompt-logprobs 2 → --prompt-logprobs is about JSON results
     --logprobs 21 --json → logprobs is 21: it must be a whole number from 0 to 20
     --gamma 2 → --gamma is about drafted tokens: name a --draft
     --verify block → --verify is about drafted

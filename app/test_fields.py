@@ -150,7 +150,8 @@ verbosity refused "low" "medium"
 store refused true false
 web_search_options refused {}
 suffix refused "end" ""
-echo refused true false
+echo@chat refused true false
+echo@completions honoured true false
 prompt_embeds refused "x"
 prompt_logprobs refused 1 0
 truncate_prompt_tokens refused 4
@@ -160,7 +161,8 @@ add_special_tokens@chat refused true false
 add_special_tokens@completions refused false true
 add_bos_token refused false true
 chat_template refused "x"
-chat_template_kwargs refused {"enable_thinking":false} {}
+chat_template_kwargs@chat harmless {}
+chat_template_kwargs@completions refused {"enable_thinking":false} {}
 documents refused [{"text":"x"}] []
 negative_prompt refused "x" ""
 safe_prompt refused true false
@@ -392,7 +394,8 @@ def test_the_lists_hold_nothing_else():
     honoured = fields.CHAT | fields.COMPLETION | fields.ALIASES.keys()
     neutral, harmless = fields.NEUTRAL.keys(), fields.HARMLESS
     assert honoured <= sent and neutral | harmless <= sent | set(INSIDE.split())
-    of_one_path = {"top_logprobs", "add_special_tokens", "special", "tools", "tool_choice"}
+    of_one_path = {"top_logprobs", "add_special_tokens", "special", "echo", "chat_template_kwargs"}
+    of_one_path |= {"tools", "tool_choice"}
     assert honoured & neutral == of_one_path
     assert not harmless & (honoured | neutral)
 
@@ -557,7 +560,8 @@ def wanted(case: Case, i: int) -> str | None:
             settings[setting] = value
         elif name in case.suspect and name in body:
             return None
-    return text_of(prompt, json.dumps(settings, sort_keys=True))
+    echoed = prompt if body.get("echo") and not case.is_chat else ""
+    return echoed + text_of(prompt, json.dumps(settings, sort_keys=True))
 
 
 def whole(text: str) -> dict[str, Any]:
@@ -600,7 +604,7 @@ def fault(case: Case, status: int, text: str) -> str:
         if wanted(case, i) not in (None, said):
             return f"{said!r} and not {wanted(case, i)!r}"
         has_logprobs = choice["logprobs"] not in (None, [None] * len(choice["logprobs"] or []))
-        if has_logprobs != (body.get("logprobs", False) is not False):
+        if said and has_logprobs != (body.get("logprobs", False) is not False):
             return f"logprobs {choice['logprobs']}"
     return ""
 

@@ -27,7 +27,7 @@ MISTAKES = told(
     Once upon a time → put the prompt in quotes, "Once upon a time"
     --n 0 Once → --n is 0
     --temperature -1 Once → temperature is -1.0: it must be from 0
-    --max-tokens 0 Once → max_tokens is 0
+    --max-tokens -1 Once → max_tokens is -1
     --regex a --choice b Once → regex and choice are given
     --gamma 2 Once → --gamma is about drafted tokens
     --verify maybe Once → invalid choice: 'maybe'

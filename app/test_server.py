@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -372,6 +373,49 @@ def test_logprobs_are_those_of_the_command_line():
     json.dumps(openai.told(-math.inf), allow_nan=False)
 
 
+def test_an_echo_is_the_prompt_with_its_logprobs():
+    """Whole or streamed, of a text or of tokens, with new tokens or without any."""
+    prompt = "Größe 😀, once"
+    tokens = tiny().encode(prompt)
+    wanted = alone(prompt, prompt_logprobs=2, logprobs=2)
+    ids = [*tokens, *wanted.tokens]
+    logprobs = [entry.logprob for entry in (*wanted.prompt_logprobs, *wanted.logprobs)]
+    before = [tiny().tokenizer.decode(ids[:i]).rstrip("\ufffd") for i in range(len(ids))]
+
+    async def scenario(app):
+        for given, count in ((prompt, 0), (tokens, 8), ([tokens] * 2, 8)):
+            text = prompt + (wanted.text if count else "")
+            body = dict(prompt=given, temperature=0, max_tokens=count, echo=True)
+            answer = await post(app, COMPLETE, **body, logprobs=2)
+            size = len(tokens) + count
+            for choice in answer["choices"]:
+                assert (choice["text"], choice["finish_reason"]) == (text, "length")
+                columns = choice["logprobs"]
+                assert columns["tokens"] == [piece_of(token) for token in ids[:size]]
+                assert columns["token_logprobs"][0] is columns["top_logprobs"][0] is None
+                told = pytest.approx(logprobs[: size - 1], abs=1e-9)
+                assert columns["token_logprobs"][1:] == told
+                assert columns["text_offset"] == [len(piece) for piece in before[:size]]
+            assert answer["usage"]["completion_tokens"] == count * len(answer["choices"])
+            chunks = [
+                chunk["choices"][0] for chunk in await events(app, COMPLETE, **body, logprobs=2)
+            ]
+            for i, choice in enumerate(answer["choices"]):
+                own = [chunk for chunk in chunks if chunk["index"] == i]
+                assert "".join(chunk["text"] for chunk in own) == text
+                for name, values in choice["logprobs"].items():
+                    parts = [chunk["logprobs"][name] for chunk in own if chunk["logprobs"]]
+                    assert [*chain(*parts)] == values
+            (first, *_) = (await post(app, COMPLETE, **body))["choices"]
+            assert (first["text"], first["logprobs"]) == (text, None)
+
+    run(scenario)
+
+
+def piece_of(token: int) -> str:
+    return tiny().tokenizer.decode([token], continues=True)
+
+
 def test_a_constraint_becomes_settings_or_is_refused_by_name():
     """response_format and structured_outputs -> schema, regex, choice, grammar."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -466,8 +510,13 @@ BAD = told(
     user {"role": ["user"]} → messages[0] must have a role
     user {"content": null} → messages[0] has no content: give it a text
     user {"content": [{"type": "image_url"}]} → messages[0] has a content of type 'image_url'
+    asked {"chat_template_kwargs": {"x": 1}} → chat_template_kwargs.x is not done here
+    asked {"chat_template_kwargs": {"enable_thinking": 1}} → enable_thinking is 1: it must be
+    asked {"chat_template_kwargs": {"enable_thinking": true}} → thinking need a chat template
     user {"tool_calls": [{}]} → messages[0].tool_calls is not done here
     asked {"logprobs": 2} → logprobs is 2: it must be of type bool
+    asked {"echo": true} → echo is not done here: leave it out
+    completions {"prompt": "a", "echo": 1} → echo is 1: it must be of type bool
     asked {"top_logprobs": 2} → top_logprobs needs logprobs
     asked {"logprobs": true, "top_logprobs": "3"} → top_logprobs is '3'
     """

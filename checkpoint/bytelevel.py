@@ -1,4 +1,5 @@
-"""The vocabulary of a byte-level BPE tokenizer, read from a tokenizer.json and checked: Llama 3.
+"""The vocabulary of a byte-level BPE tokenizer, read from a tokenizer.json and checked: Llama 3,
+and Qwen, which brings texts into Unicode's normal form C first.
 
 The file holds merges in their order, ids, regular expressions that cut a text into pieces, and
 control tokens. tiktoken, which merges here (tokenizer.py), has no list of merges: it joins the
@@ -17,14 +18,16 @@ Steps behind `ByteLevel` cut the letters that stand for bytes, so a piece may en
 what is left of it are lone surrogates then, as Python's `surrogateescape` has them.
 
 Cost: every token is merged alone, once.
-Not covered, and refused by name: Unigram, WordPiece, normalizers. (Byte fallback is
+Not covered, and refused by name: Unigram, WordPiece, other normalizers. (Byte fallback is
 sentencepiece.py's.) The patterns run in `regex`, whose edition of Unicode may be newer than that of
-`tokenizers`: a character that only the newer one knows may be cut another way.
+`tokenizers`: a character that only the newer one knows may be cut another way. So with Python's
+normal form C.
 """
 
 import json
 import math
 import re
+import unicodedata
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -50,13 +53,17 @@ LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+QWEN2_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")  # a digit is a piece
 PUNCTUATION = r"[\p{P}!-/:-@\[-`{-~]"  # Unicode's, and all of ASCII's
 # These patterns take a time like a text's length:
-LINEAR = {GPT2_SPLIT, LLAMA3_SPLIT, r"\p{N}", r"\p{N}+", PUNCTUATION, f"{PUNCTUATION}+"}
+LINEAR = {GPT2_SPLIT, LLAMA3_SPLIT, QWEN2_SPLIT, r"\p{N}", r"\p{N}+"}
+LINEAR |= {PUNCTUATION, f"{PUNCTUATION}+"}
 
 SECONDS = 5.0
 LONGEST_PATTERN = 100_000  # characters
 MOST_STEPS = 16  # of a pre_tokenizer
+MOST_MARKS = 1000  # in a row: Python takes their square to bring them in order
+NFC = {"type": "NFC"}  # the one normalizer that is known
 
 # Syntax that means the same in `regex` and in the engine of `tokenizers` (Oniguruma):
 ESCAPE = r"\\[pP]\{\w+\}|\\[sSnrt]|\\\W"
@@ -85,6 +92,19 @@ class ByteLevel(NamedTuple):
 
 
 # ---- Pieces
+
+
+def normal_form(file: Path) -> Split:
+    """A first step that cuts nothing, and brings a text into Unicode's normal form C. UserError
+    for a text that would take it long."""
+    too_many = regex.compile(rf"(?<!\p{{M}})\p{{M}}{{{MOST_MARKS}}}")
+
+    def normalize(text: str, ends: float) -> list[str]:
+        if too_many.search(text):
+            reject(file, f"a text has {MOST_MARKS} combining marks in a row", "leave some out")
+        return [unicodedata.normalize("NFC", text)]
+
+    return normalize
 
 
 def compile_split(file: Path, pattern: str) -> Split:
@@ -188,12 +208,14 @@ def read_byte_level(file: Path, data: Json, config: Json) -> Vocabulary:
     and are not honoured."""
     check_model(file, data)
     model = data["model"]
-    return make_byte_level(
-        TokenTexts.read(file, data, config),
-        model["merges"],
-        read_splits(file, data.get("pre_tokenizer")),
-        bool(model.get("ignore_merges")),
-    )
+    texts = TokenTexts.read(file, data, config)
+    splits = read_splits(file, data.get("pre_tokenizer"))
+    if steps_of(data.get("normalizer"), "normalizers"):
+        splits.insert(0, normal_form(file))
+        if texts.normalized:
+            wrong = f"{min(texts.normalized)!r} is searched in the normalized text"
+            reject(file, wrong, "added tokens must say normalized: false")
+    return make_byte_level(texts, model["merges"], splits, bool(model.get("ignore_merges")))
 
 
 def make_byte_level(
@@ -223,7 +245,7 @@ def check_model(file: Path, data: Json) -> None:
     decoder = data.get("decoder") or {}
     settings = data | model
     odd = {name: settings[name] for name in ABSENT if settings.get(name)}
-    if steps_of(data.get("normalizer"), "normalizers"):
+    if steps_of(data.get("normalizer"), "normalizers") not in ([], [NFC]):
         odd["normalizer"] = data["normalizer"]
     if alphabet().keys() - model["vocab"].keys() and model.get("unk_token"):
         odd["unk_token"] = model["unk_token"]  # for the bytes that are no token

@@ -95,14 +95,22 @@ class ChatTemplate:
         messages: list[Message],
         add_generation_prompt: bool,
         encode: Callable[[str, bool], list[int]],
+        enable_thinking: bool | None = None,
         tools: list[Json] | None = None,
     ) -> list[int]:
         """The tokens of a conversation, [{"role": …, "content": …}, …]. encode: for text without
-        added tokens, and whether it is the first; tools: functions that an answer may call, as
-        OpenAI's protocol has them."""
+        added tokens, and whether it is the first. enable_thinking: None, if the template is to
+        choose. tools: functions that an answer may call, as OpenAI's protocol has them."""
+        options = {"add_generation_prompt": add_generation_prompt, "tools": tools}
+        if enable_thinking is not None:
+            options["enable_thinking"] = enable_thinking
+            if "enable_thinking" not in self.source:
+                raise UserError(
+                    f"{self.vocabulary.file}: the chat template knows no enable_thinking, so "
+                    "thinking cannot be chosen: leave it out"
+                )
         ids = []
-        given = {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
-        parts = self._finder.split(self._render(messages, given))
+        parts = self._finder.split(self._render(messages, options))
         for n, part in enumerate(parts):
             if part in self.ids:
                 ids.append(self.ids[part])
@@ -111,20 +119,20 @@ class ChatTemplate:
                 ids += encode(text, n == 0)
         return ids
 
-    def _render(self, messages: list[Message], given: Json) -> str:
+    def _render(self, messages: list[Message], options: Json) -> str:
         """The template's text, with stand-ins in the messages. UserError if the template has no
-        place for them; a warning if it changes the last user message. given: what the template gets
-        beside them."""
+        place for them; a warning if it changes the last user message. options: what the template
+        gets beside them."""
         for n, message in enumerate(messages, 1):
             check_message(n, message, self._fields)
-        text = replace_surrogates(json.dumps([messages, given], ensure_ascii=False))
-        turns, given = json.loads(text)
+        text = replace_surrogates(json.dumps([messages, options], ensure_ascii=False))
+        turns, options = json.loads(text)
         of_users = [turn for turn in turns if turn["role"] == "user"]
         last = of_users[-1] if of_users else {"content": ""}
         asked = last["content"].strip()
-        text, problem = self._lay_out(turns, str, given)
+        text, problem = self._lay_out(turns, str, options)
         others = [turn | {"content": UNUSED} if turn is last else turn for turn in turns]
-        without, _ = self._lay_out(others, str, given)
+        without, _ = self._lay_out(others, str, options)
 
         def has_asked(text: str) -> bool:
             """The template, or another message, may say the same."""
@@ -133,7 +141,7 @@ class ChatTemplate:
 
         if not problem and has_asked(text):
             return text
-        in_parts, other_problem = self._lay_out(turns, parts_of, given)
+        in_parts, other_problem = self._lay_out(turns, parts_of, options)
         if not other_problem and has_asked(in_parts):
             return in_parts
         if not problem and text == without:
@@ -147,11 +155,11 @@ class ChatTemplate:
         return text
 
     def _lay_out(
-        self, turns: list[Message], form: Callable[[str], Any], given: Json
+        self, turns: list[Message], form: Callable[[str], Any], options: Json
     ) -> tuple[str, str]:
         """What `Renderer.render` makes of these turns. form: of a content, for the template."""
         messages = [turn | {"content": form(turn["content"])} for turn in turns]
-        values = {**self.vocabulary.named, **given, "messages": messages}
+        values = {**self.vocabulary.named, "documents": None, **options, "messages": messages}
         return self._renderer.render(self.source, values, self._letters)
 
 

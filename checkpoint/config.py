@@ -2,9 +2,11 @@
 
 Llama 2, its kin (CodeLlama, Vicuna, TinyLlama) and Mistral are Llamas. A Mistral with a sliding
 window is one for texts of so many tokens: longer ones, where tokens look back over less, are not
-covered. The names are those of the file. A setting that changes the numbers and that the code lacks
-is refused by name; a setting without effect on them is ignored. Hub configs put the rotary base in
-`rope_theta`, `rope_scaling` or `rope_parameters`, depending on their age.
+covered. Qwen 2.5 (model_type qwen2) is a Llama with biases of q, k and v; Qwen 3 has a norm of each
+head of q and of k. Their sliding windows must be off. The names are those of the file. A setting
+that changes the numbers and that the code lacks is refused by name; a setting without effect on
+them is ignored. Hub configs put the rotary base in `rope_theta`, `rope_scaling` or
+`rope_parameters`, depending on their age.
 
 Invariant: `Config.load` reads what `to_dict` made of a folder's config. (A GGUF may divide
 frequencies by numbers that no config.json has.)
@@ -47,10 +49,18 @@ LARGEST_BESIDE: dict[str, float] = {  # of those that not every config has
 SMALLEST = 1e-12
 MAX_TURN = 1e6  # radians a position
 FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias")
+ARCHITECTURES = {  # model_type -> its class in transformers
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
 SUPPORTED: dict[str, tuple[Any, ...]] = {  # None: absent
-    "model_type": ("llama", "mistral"),
-    "architectures": (None, [], ["LlamaForCausalLM"], ["MistralForCausalLM"]),
+    "model_type": (*ARCHITECTURES,),
+    "architectures": (None, [], *([name] for name in ARCHITECTURES.values())),
     "hidden_act": (None, "silu"),
+    "use_sliding_window": (None, False),
+    "dual_chunk_attention_config": (None,),
     "partial_rotary_factor": (None, 1, 1.0),
     **dict.fromkeys(FLAGS, (None, False, True)),
 }
@@ -84,6 +94,7 @@ class Config:
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
+    model_type: str = "llama"  # or "qwen2", "qwen3"
     eos_token_ids: tuple[int, ...] = ()
     quantization: Layout | None = None
 
@@ -115,6 +126,26 @@ class Config:
         """Numbers of all key (or value) heads of a token."""
         return self.num_key_value_heads * self.head_dim
 
+    @property
+    def architecture(self) -> str:
+        """The model's class in transformers."""
+        return ARCHITECTURES[self.model_type]
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether q, k and v have biases."""
+        return self.attention_bias or self.model_type == "qwen2"
+
+    @property
+    def o_bias(self) -> bool:
+        """Whether o has a bias. Qwen 2's has none, whatever its config says."""
+        return self.attention_bias and self.model_type != "qwen2"
+
+    @property
+    def has_head_norm(self) -> bool:
+        """Whether each head of q and of k is normed."""
+        return self.model_type == "qwen3"
+
     @classmethod
     def load(cls, folder: Path) -> Config:
         """The config of a folder's config.json. FileNotFoundError or UserError names the file."""
@@ -132,7 +163,10 @@ class Config:
             "rms_norm_eps": cls.rms_norm_eps,
         }
         present = {name: value for name, value in data.items() if value is not None}
-        if data["model_type"] == "mistral" and data.get("sliding_window", 0) is not None:
+        num_layers = number(data, "num_hidden_layers")
+        check_setting("layer_types", data.get("layer_types"), None, ["full_attention"] * num_layers)
+        is_mistral = data["model_type"] == "mistral"
+        if is_mistral and data.get("sliding_window", 0) is not None:
             window = number({"sliding_window": 4096} | present, "sliding_window")  # transformers'
             longest = number(present, "max_position_embeddings")
             present["max_position_embeddings"] = min(longest, window)
@@ -144,6 +178,7 @@ class Config:
             **{name: bool(data.get(name)) for name in FLAGS},
             rope_theta=number({"rope_theta": cls.rope_theta} | rope, "rope_theta"),
             rope_scaling=parse_rope_scaling(rope),
+            model_type="llama" if is_mistral else data["model_type"],
             eos_token_ids=end_tokens(data),
             quantization=load_quantization(quantization),
         )
@@ -156,9 +191,7 @@ class Config:
         data.pop("quantization")
         if self.quantization is not None:
             data["quantization_config"] = self.quantization.to_dict()
-        return dict(
-            architectures=["LlamaForCausalLM"], model_type="llama", hidden_act="silu", **data
-        )
+        return dict(architectures=[self.architecture], hidden_act="silu", **data)
 
     def quantized(self, layout: Layout) -> Config:
         """The same model with quantized weights. UserError if they are already."""

@@ -112,8 +112,9 @@ class EagleConfig:
             return {"input_norm.weight": n * width}
         return {f"fc_norm.{i}.weight": width for i in range(n)} if self.fc_norm else {}
 
-    def to_dict(self, target: str) -> Json:
-        """The config.json of this head in the speculators layout. target: the name of its model."""
+    def to_dict(self, target: str, architecture: str = "LlamaForCausalLM") -> Json:
+        """The config.json of this head in the speculators layout. target, architecture: the name
+        and the class of its model."""
         proposal = {
             "proposal_type": "greedy",
             "speculative_tokens": 3,
@@ -131,7 +132,7 @@ class EagleConfig:
                 "algorithm": "eagle3",
                 "proposal_methods": [proposal],
                 "default_proposal_method": "greedy",
-                "verifier": {"name_or_path": target, "architectures": ["LlamaForCausalLM"]},
+                "verifier": {"name_or_path": target, "architectures": [architecture]},
             },
             **{name: getattr(self, name) for name in FLAGS},
         }

@@ -1,8 +1,9 @@
 """A Llama from a GGUF (gguf.py): its settings and its weights, as a folder would hold them.
 
-Tensors get the names of a folder's. Two things are stored another way: rows of q and k are in the
-order of interleaved rotary embeddings (gguf_blocks.py puts them back), and Llama 3's scaling of
-these embeddings is a tensor, `rope_freqs`, that divides the frequency of each pair.
+Tensors get the names of a folder's. Two things are stored another way: a Llama's rows of q and k
+are in the order of interleaved rotary embeddings (gguf_blocks.py puts them back; a Qwen's are not),
+and Llama 3's scaling of these embeddings is a tensor, `rope_freqs`, that divides the frequency of
+each pair.
 
 A type is chosen tensor by tensor (Q4_K_M: Q4_K, and Q6_K where it helps most), but q, k and v are
 one matrix here, and so are gate and up. So each matrix of the model has a *container* that holds
@@ -50,13 +51,16 @@ MODULES = {  # of a GGUF -> of a folder
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-SETTINGS = {  # of a config.json -> of a GGUF, behind "llama."
+MODEL_TYPES = {"llama": "mistral", "qwen2": "qwen2", "qwen3": "qwen3"}  # of an architecture
+SETTINGS = {  # of a config.json -> of a GGUF, behind its architecture
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
     "num_hidden_layers": "block_count",
@@ -105,9 +109,11 @@ class GGUFCheckpoint(Checkpoint):
                 self.names[ours] = name
                 self.headers[ours] = Header(list(info.shape), info.type)
                 self.files[ours] = info.file
-        heads = setting(self.gguf, "attention.head_count")
-        kv_heads = setting(self.gguf, "attention.head_count_kv", heads)
-        self.heads = {"q_proj": heads, "k_proj": kv_heads}
+        self.heads = {}  # of the matrices whose rows are in another order
+        if architecture(self.gguf) == "llama":
+            heads = setting(self.gguf, "attention.head_count")
+            kv_heads = setting(self.gguf, "attention.head_count_kv", heads)
+            self.heads = {"q_proj": heads, "k_proj": kv_heads}
 
     @property
     def dtypes(self) -> list[torch.dtype]:
@@ -131,9 +137,14 @@ class GGUFCheckpoint(Checkpoint):
             raise UserError(f"{self.files[name]}: {self.names[name]}: {brief(error)}") from None
 
 
+def architecture(gguf: GGUF) -> Any:
+    """The family of the model in this file."""
+    return gguf.metadata.get("general.architecture")
+
+
 def setting(gguf: GGUF, name: str, default: Any = None) -> Any:
-    """A setting of the Llama in this file."""
-    return gguf.metadata.get(f"llama.{name}", default)
+    """A setting of the model in this file."""
+    return gguf.metadata.get(f"{architecture(gguf)}.{name}", default)
 
 
 # ---- The config
@@ -142,11 +153,11 @@ def setting(gguf: GGUF, name: str, default: Any = None) -> Any:
 def read_gguf_config(checkpoint: GGUFCheckpoint) -> Config:
     """The config of a GGUF's model. UserError names the file and what is not honoured."""
     gguf = checkpoint.gguf
-    data = config_json(gguf)
+    kind = architecture(gguf)
     try:
-        check_setting("general.architecture", gguf.metadata.get("general.architecture"), "llama")
-        check_setting("llama.expert_count", setting(gguf, "expert_count"), None, 0)
-        config = Config.parse(data)
+        check_setting("general.architecture", kind, *MODEL_TYPES)
+        check_setting(f"{kind}.expert_count", setting(gguf, "expert_count"), None, 0)
+        config = Config.parse(config_json(gguf))
         for name in ("rope.dimension_count", "attention.value_length"):
             check_setting(name, setting(gguf, name, config.head_dim), config.head_dim)
     except UserError as error:
@@ -157,7 +168,8 @@ def read_gguf_config(checkpoint: GGUFCheckpoint) -> Config:
 
 
 def config_json(gguf: GGUF) -> Json:
-    """The metadata as a config.json has them: a Mistral's, which may have a sliding window."""
+    """The metadata as a config.json has them: a Llama's is a Mistral's, which may have a sliding
+    window."""
     data = {name: setting(gguf, theirs) for name, theirs in SETTINGS.items()}
     factor = setting(gguf, "rope.scaling.factor", setting(gguf, "rope.scale_linear"))
     kind = setting(gguf, "rope.scaling.type", "linear")
@@ -165,9 +177,12 @@ def config_json(gguf: GGUF) -> Json:
     embedding = gguf.tensors.get("token_embd.weight")
     if embedding is None:
         raise UserError(f"{gguf.file} has no token_embd.weight: it is no whole model")
+    model_type = MODEL_TYPES[architecture(gguf)]
+    window = setting(gguf, "attention.sliding_window") or None  # 0: none
     return data | {
-        "model_type": "mistral",
-        "sliding_window": setting(gguf, "attention.sliding_window") or None,  # 0: none
+        "model_type": model_type,
+        "sliding_window": window,
+        "use_sliding_window": window is not None and model_type != "mistral",
         "vocab_size": embedding.shape[0],
         "rope_scaling": {"rope_type": kind, "factor": factor} if is_scaled else None,
         "tie_word_embeddings": "output.weight" not in gguf.tensors,

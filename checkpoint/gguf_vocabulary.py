@@ -8,7 +8,8 @@
 The patterns themselves are not stored: `PRE_TOKENIZERS` knows them by name. They are those of the
 models' own tokenizer.json; "default" is llama.cpp's, for models that its converter did not know. A
 vocabulary of Llama 3's has Llama 3's patterns even if its file names none, as files of its first
-weeks do.
+weeks do. Neither is Qwen's normalizer (NFC): it goes with the pattern qwen2, as in Qwen's folders.
+(llama.cpp leaves it out.)
 
 As in llama.cpp, a text ends with every token that the file names for it, or that is spelled like
 one (`ENDS`). These and bos are control tokens, whatever their kind.
@@ -18,7 +19,14 @@ Not covered, and refused by name: other models and patterns; tokens after a text
 
 from typing import Any, NamedTuple
 
-from checkpoint.bytelevel import GPT2_SPLIT, LLAMA3_SPLIT, compile_split, make_byte_level
+from checkpoint.bytelevel import (
+    GPT2_SPLIT,
+    LLAMA3_SPLIT,
+    QWEN2_SPLIT,
+    compile_split,
+    make_byte_level,
+    normal_form,
+)
 from checkpoint.gguf import GGUF
 from checkpoint.sentencepiece import (
     CONTROL,
@@ -60,6 +68,7 @@ class PreTokenizer(NamedTuple):
     patterns: list[str]
     keeps_tokens: bool = False  # whether a piece that is a token stays whole (`ignore_merges`)
     begins: bool = False  # whether bos begins a prompt, if the file does not say
+    normalizes: bool = False  # to Unicode's normal form C, before the patterns
 
 
 LLAMA3 = PreTokenizer([LLAMA3_SPLIT], keeps_tokens=True, begins=True)
@@ -71,6 +80,7 @@ PRE_TOKENIZERS = {
     "tekken": PreTokenizer([TEKKEN_SPLIT], keeps_tokens=True, begins=True),
     **dict.fromkeys(("smollm", "starcoder", "refact"), DIGITS_THEN_GPT2),
     "gpt-2": PreTokenizer([GPT2_SPLIT]),
+    "qwen2": PreTokenizer([QWEN2_SPLIT], normalizes=True),
     "deepseek-coder": PreTokenizer(
         ["[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", CHINESE_AND_KOREAN, r"\p{N}"]
     ),
@@ -191,10 +201,13 @@ def read_merges_of_bytes(gguf: GGUF) -> Vocabulary:
     rows = zip(token_texts(gguf), kinds, strict=True)
     vocab, entries = index_pieces(gguf.file, [Piece(text, 0.0, kind) for text, kind in rows])
     start = prefix(gguf, pre.begins)
+    splits = [compile_split(gguf.file, pattern) for pattern in pre.patterns]
+    if pre.normalizes:
+        splits.insert(0, normal_form(gguf.file))
     return make_byte_level(
         TokenTexts.of(gguf.file, vocab, [*entries.values()], start, named_texts(gguf)),
         listed(gguf, "merges"),
-        [compile_split(gguf.file, pattern) for pattern in pre.patterns],
+        splits,
         pre.keeps_tokens,
     )
 

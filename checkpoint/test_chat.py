@@ -65,6 +65,15 @@ def test_no_message_ever_holds_a_control_token(turns):
     assert plain(ids) == expected + "assistant\n"
 
 
+def test_a_template_that_asks_is_told_whether_to_think(tmp_path):
+    asks = "{% if enable_thinking is defined %}{{ enable_thinking }}{% else %}free{% endif %}"
+    for value, said in ((None, "free"), (False, "False"), (True, "True")):
+        assert plain(template_of(tmp_path, asks).tokens([], True, encode, value)) == said
+        if value is not None:
+            with pytest.raises(UserError, match="knows no enable_thinking"):
+                template_of(tmp_path, CHATML).tokens([], True, encode, value)
+
+
 def test_only_text_before_all_control_tokens_is_the_first():
     """Where a vocabulary gives the first text of a prompt a space."""
     for source, wanted in (

@@ -34,7 +34,8 @@ def test_a_config_is_read_as_it_was_written(tmp_path):
         {},
         dict(tie_word_embeddings=False, attention_bias=True, mlp_bias=True, eos_token_ids=(1, 2)),
         dict(rope_theta=5e5, rope_scaling=LLAMA31, eos_token_ids=()),
-        dict(rope_scaling={"rope_type": "linear", "factor": 2.0}),
+        dict(rope_scaling={"rope_type": "linear", "factor": 2.0}, model_type="qwen2"),
+        dict(rope_theta=1e6, model_type="qwen3"),
     ):
         config = Config(**{**SMALL, **changes})
         assert Config.load(write(tmp_path, config.to_dict())) == config
@@ -67,6 +68,20 @@ def test_kin_of_llama_is_llama(tmp_path):
     ):
         config = Config.load(write(tmp_path, kin | dict(max_position_embeddings=9000) | changes))
         assert config == replace(llama, max_position_embeddings=most)
+
+
+def test_families_have_the_biases_that_transformers_gives_them(tmp_path):
+    for kind, asked, of_qkv, of_o in (
+        ("llama", True, True, True),
+        ("qwen2", None, True, False),
+        ("qwen2", True, True, False),
+        ("qwen3", False, False, False),
+        ("qwen3", True, True, True),
+    ):
+        data = GOOD | dict(model_type=kind, attention_bias=asked, sliding_window=9)
+        config = Config.load(write(tmp_path, data))
+        assert (config.qkv_bias, config.o_bias) == (of_qkv, of_o), (kind, asked)
+        assert config.max_position_embeddings == GOOD["max_position_embeddings"]
 
 
 def test_rope_settings_are_read_wherever_they_are(tmp_path):
@@ -134,7 +149,13 @@ REFUSED = [
 ]
 REFUSED_JSON = told(
     """
-    {"model_type": "qwen2"} → model_type is 'qwen2'
+    {"model_type": "qwen2_moe"} → model_type is 'qwen2_moe'
+    {"model_type": "qwen3_next"} → model_type is 'qwen3_next'
+    {"architectures": ["Qwen3MoeForCausalLM"]} → architectures is ['Qwen3MoeForCausalLM']
+    {"model_type": "qwen2", "use_sliding_window": true} → use_sliding_window is True
+    {"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"]} → layer_types is
+    {"layer_types": 7} → layer_types is 7
+    {"dual_chunk_attention_config": {"chunk_size": 9}} → dual_chunk_attention_config is
     {"model_type": null} → model_type is None
     {"model_type": "mixtral"} → model_type is 'mixtral'
     {"model_type": "mistral", "sliding_window": 0} → sliding_window is 0

@@ -43,6 +43,8 @@ ROUND = dict(
 RAGGED = ROUND | dict(
     hidden_size=22, head_dim=6, intermediate_size=34, attention_bias=True, tie_word_embeddings=False
 )
+QWEN2 = RAGGED | dict(attention_bias=False, model_type="qwen2")
+QWEN3 = ROUND | dict(model_type="qwen3")
 Written = tuple[
     dict[str, Tensor], Tensor
 ]  # a matrix: its tensors by suffix, and the numbers, float64[N, K]
@@ -332,7 +334,9 @@ HOW = (
 
 
 @settings(max_examples=6)
-@given(HOW, st.sampled_from([ROUND, RAGGED]), st.integers(0, 99))
+@given(HOW, st.sampled_from([ROUND, RAGGED, QWEN2, QWEN3]), st.integers(0, 99))
+@example(settings_of("gptq", 4, 16), QWEN2, 0)
+@example(settings_of("awq", 4, 16), QWEN3, 0)
 @example(settings_of("gptq", 8, 16, False, True), RAGGED, 0)
 @example(settings_of("awq", 4, 16), RAGGED, 0)
 @example(settings_of("gptq", 4, 8, True), ROUND, 0)

@@ -53,10 +53,11 @@ THEIRS = {ours: theirs for theirs, ours in MODULES.items()}
 
 def settings_of(config: dict[str, Any]) -> dict[str, bytes]:
     """The metadata of a config.json."""
-    metadata = {"general.architecture": string("llama")}
+    kind = config.get("model_type", "llama")
+    metadata = {"general.architecture": string(kind)}
     for ours, theirs in SETTINGS.items():
         value = config[ours]
-        metadata[f"llama.{theirs}"] = number("I" if isinstance(value, int) else "f", value)
+        metadata[f"{kind}.{theirs}"] = number("I" if isinstance(value, int) else "f", value)
     return metadata
 
 
@@ -70,10 +71,10 @@ def gguf_name(name: str) -> str:
 
 
 def interleaved(x: Tensor, name: str, config: dict[str, Any]) -> Tensor:
-    """Rows of q and k as a GGUF has them: the two of a pair side by side."""
+    """Rows of q and k as a GGUF has them: a Llama's, the two of a pair side by side."""
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
     module = name.split(".")[-2]
-    if module not in heads:
+    if module not in heads or config.get("model_type", "llama") != "llama":
         return x
     D = config["head_dim"]
     order = []
@@ -95,6 +96,8 @@ def write_model(file: Path, types: dict[str, str], **changes: Any) -> Llama:
         type = next((type for part, type in types.items() if part in name), "F32")
         if tensor.ndim == 1:
             type = "F32"
+        if "_norm" in name:  # of q, of k
+            tensor.uniform_(0.5, 1.5)
         if type in PLAIN:
             small = tensor.to(PLAIN[type])
             filled[name] = small.double()
@@ -113,17 +116,18 @@ def write_model(file: Path, types: dict[str, str], **changes: Any) -> Llama:
 MIXED = {"v_proj": "Q6_K", "gate_proj": "Q4_K", "down": "Q5_0", "embed": "Q6_K", "": "Q4_K"}
 NOT_WHOLE = {"v_proj": "Q4_1", "": "Q4_0"}  # zeros of a part of a product are no whole numbers
 HALF = {"0.self_attn.k": "F16", "": "Q8_0"}  # a product of which a part is not quantized
+LLAMAS = [*({"": type} for type in (*BLOCK_FORMATS, *PLAIN)), MIXED, NOT_WHOLE, HALF]
 
 
 @pytest.mark.parametrize(
-    "types",
-    [*({"": type} for type in (*BLOCK_FORMATS, *PLAIN)), MIXED, NOT_WHOLE, HALF],
+    "types, kind",
+    [*((types, "llama") for types in LLAMAS), (HALF, "qwen2"), (MIXED, "qwen3")],
     ids=str,
 )
-def test_logits_are_those_of_the_stored_numbers(tmp_path, types):
+def test_logits_are_those_of_the_stored_numbers(tmp_path, types, kind):
     file = tmp_path / "model.gguf"
-    is_tied = types != MIXED
-    wanted = write_model(file, types, tie_word_embeddings=is_tied)(torch.arange(30))
+    shape = dict(tie_word_embeddings=types != MIXED, model_type=kind)
+    wanted = write_model(file, types, **shape)(torch.arange(30))
     for dtype, most in ((torch.float64, 1e-5), (torch.float32, 2e-3)):
         llama = Llama.load(file, "cpu", dtype)
         logits = llama(torch.arange(30)).double()
@@ -225,6 +229,16 @@ def tiny_gguf(file: Path, folder: str = "tiny", **more: bytes) -> Path:
         for name, x in llama.named_tensors().items()
     ]
     return write(file, list((metadata | more).items()), tensors)
+
+
+def test_qwens_texts_get_their_normal_form(tmp_path):
+    """It is not stored."""
+    pre = {"tokenizer.ggml.pre": string("qwen2")}
+    qwen = Tokenizer.load(tiny_gguf(tmp_path / "qwen.gguf", "tiny-draft", **pre))
+    other = Tokenizer.load(ROOT / "models" / "tiny-draft")
+    text = "cafe\u0301 12"
+    assert qwen.encode(text) == qwen.encode("café 12") != other.encode(text)
+    assert len(qwen.encode("12345")) == 5
 
 
 def test_a_gguf_tells_what_its_folder_tells(tmp_path):
@@ -365,7 +379,11 @@ REFUSED: list[tuple[dict[str, bytes], str]] = [
     ({"tokenizer.ggml.add_bos_token": number("?", True)}, "begins with token None"),
     ({"tokenizer.chat_template": number("I", 5)}, "chat_template is 5"),
     ({"llama.attention.sliding_window": number("f", 0.5)}, "sliding_window is 0.5"),
-    ({"general.architecture": string("qwen2")}, "general.architecture is 'qwen2'"),
+    ({"general.architecture": string("qwen3moe")}, "general.architecture is 'qwen3moe'"),
+    (
+        {"general.architecture": string("qwen3"), "qwen3.attention.sliding_window": number("I", 8)},
+        "use_sliding_window is True",
+    ),
     ({"llama.expert_count": number("I", 8)}, "llama.expert_count is 8"),
     ({"llama.block_count": number("I", 0)}, "num_hidden_layers is 0"),
     ({"llama.block_count": number("I", 9)}, "is missing"),

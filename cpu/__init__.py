@@ -31,7 +31,7 @@ from torch import Tensor
 from cpu import native
 from drafters import Chain, ModelChain
 from eagle import EagleHead, HeadChain
-from kernels import Linear, Ops, rotated
+from kernels import HeadNorm, Linear, Ops, rotated
 from kvcache import AttentionMetadata, KVCache, KVSpec
 from quant import Quantized
 from sampling import Keyed, Setting, check_tokens, column
@@ -144,18 +144,25 @@ class CPU(Ops):
         return heads_first.permute(0, 2, 3, 1, 4)
 
     def attend(
-        self, qkv: Tensor, G: int, rope: Rope | None, metadata: AttentionMetadata, layer: int
+        self,
+        qkv: Tensor,
+        G: int,
+        rope: Rope | None,
+        metadata: AttentionMetadata,
+        layer: int,
+        norm: HeadNorm | None = None,
     ) -> Tensor:
         stored = metadata
         if metadata.cache is None and not (qkv.requires_grad and torch.is_grad_enabled()):
             stored = with_cache(metadata, KVSpec(1, G, qkv.shape[2], dtype=qkv.dtype))
             layer = 0
         if not attends_in_c(stored):
-            return super().attend(qkv, G, rope, metadata, layer)
+            return super().attend(qkv, G, rope, metadata, layer, norm)
         if not native.serves(qkv, *rope or ()):  # rounded as plain torch rounds
-            qkv = torch.cat(rotated(qkv, G, rope), dim=1)
+            qkv = torch.cat(rotated(qkv, G, rope, norm), dim=1)
             rope = None
-        return native.attend(qkv.float(), G, rope, stored, layer).to(qkv.dtype)
+            norm = None
+        return native.attend(qkv.float(), G, rope, stored, layer, norm).to(qkv.dtype)
 
     # ---- Many operations in one call
 

@@ -34,24 +34,33 @@ INLINE void rotate(const float *x, const Rope *rope, long t, float *y, long D) {
         }
 }
 
-// total = x + delta, y = total / √(mean total² + ε) · weight. Without delta, total is x and is not
-// written.
+// total = x + delta, y = total / √(mean total² + ε) · weight, of one row. Without delta, total is x
+// and is not written. Not inlined: two copies might add in two orders.
+static __attribute__((noinline)) void norm_row(const float *x, const float *delta,
+                                               const float *weight, float *total, float *y, long C,
+                                               float eps) {
+    float square = 0;
+    if (delta) {
+        #pragma omp simd reduction(+:square)
+        for (long i = 0; i < C; i++) {
+            float z = x[i] + delta[i];
+            total[i] = z;
+            square += z * z;
+        }
+    } else {
+        #pragma omp simd reduction(+:square)
+        for (long i = 0; i < C; i++) square += x[i] * x[i];
+    }
+    float by = 1 / sqrtf(square / C + eps + 0 * square);       // ∞ becomes NaN
+    const float *z = delta ? total : x;
+    for (long i = 0; i < C; i++) y[i] = z[i] * by * weight[i];
+}
 void add_norm(const float *x, const float *delta, const float *weight, float *total, float *y,
               long T, long C, float eps) {
     #pragma omp parallel for if (T * C > 1 << 15)
     for (long t = 0; t < T; t++) {
-        const float *a = x + t * C, *b = delta + t * C;
-        float *s = total + t * C, *out = y + t * C, square = 0;
-        if (delta) {
-            #pragma omp simd reduction(+:square)
-            for (long i = 0; i < C; i++) { float z = a[i] + b[i]; s[i] = z; square += z * z; }
-        } else {
-            #pragma omp simd reduction(+:square)
-            for (long i = 0; i < C; i++) square += a[i] * a[i];
-        }
-        float by = 1 / sqrtf(square / C + eps + 0 * square);   // ∞ becomes NaN
-        const float *z = delta ? s : a;
-        for (long i = 0; i < C; i++) out[i] = z[i] * by * weight[i];
+        long row = t * C;
+        norm_row(x + row, delta ? delta + row : 0, weight, total + row, y + row, C, eps);
     }
 }
 
@@ -291,13 +300,21 @@ INLINE long together(const Past *at, long j, long end) {
 enum { FEW_TOKENS = 16, ROWS = 16, QUERIES = 48 };
 
 // One layer's attention: qkv: [T, H + 2 G, D] -> out: [T, H, D]. R = H / G heads of q share a head
-// of k and v.
+// of k and v. norm: kernels.HeadNorm, [2 D], or 0.
 typedef struct {
     const float *qkv;
     Rope rope;
-    float *out;
+    const float *norm;
+    float eps, *out;
     long H, G, D, R;
 } Layout;
+
+// A head of q or of k of token t, normed and rotated. at: where its weights begin in `norm`.
+INLINE void turn(const Layout *a, const float *x, long t, long at, float *y) {
+    float normed[a->D];
+    if (a->norm) norm_row(x, 0, a->norm + at, 0, normed, a->D, a->eps);
+    rotate(a->norm ? normed : x, &a->rope, t, y, a->D);
+}
 
 // Row i of the rows that read head g for the tokens from t on: of token t + i / R, head i % R.
 INLINE long head_of(const Layout *a, long t, long i, long g) {
@@ -308,7 +325,7 @@ INLINE long head_of(const Layout *a, long t, long i, long g) {
 static void query(const Layout *a, long t, long i, long g, float *q, long wide) {
     long D = a->D, token = t + i / a->R;
     const float *x = a->qkv + (token * (a->H + 2 * a->G) + g * a->R + i % a->R) * D;
-    rotate(x, &a->rope, token, q, D);
+    turn(a, x, token, 0, q);
     for (long d = 0; d < D; d++) q[d] /= sqrtf(D);
     for (long d = D; d < wide; d++) q[d] = 0;
 }
@@ -421,8 +438,8 @@ static long parts_of(long rows, long tasks) {
     return best;
 }
 
-// kernels.Ops.attend: rotate q and k, store k and v, and let each token look back in its own
-// sequence.
+// kernels.Ops.attend: norm and rotate q and k, store k and v, and let each token look back in its
+// own sequence.
 static void attend_layer(const Layout *a, const Step *step, long layer, long T) {
     long G = a->G, D = a->D, heads = a->H + 2 * G, wide = parts(D, LANES) * LANES;
     long longest = 0, work = 0, num_tasks = 0, few = 0;
@@ -434,7 +451,7 @@ static void attend_layer(const Layout *a, const Step *step, long layer, long T) 
         for (long g = 0; g < G; g++) {
             const float *k = a->qkv + (t * heads + a->H + g) * D;
             float rotated[D];
-            rotate(k, &a->rope, t, rotated, D);
+            turn(a, k, t, D, rotated);
             store(past.keys, place + g * past.head, rotated, D);
             store(past.values, place + g * past.head, k + G * D, D);
         }
@@ -475,10 +492,10 @@ static void attend_layer(const Layout *a, const Step *step, long layer, long T) 
     free(tasks);
 }
 
-// qkv: [T, H + 2 G, D] -> out: [T, H, D]; cos, sin: [T, D/2], or none.
-void attend(const float *qkv, const float *cos, const float *sin, float *out, const Step *step,
-            long layer, long T, long H, long G, long D) {
-    Layout layout = { qkv, { cos, sin, D / 2, 0 }, out, H, G, D, H / G };
+// qkv: [T, H + 2 G, D] -> out: [T, H, D]; cos, sin: [T, D/2], or none; norm: [2 D], or none.
+void attend(const float *qkv, const float *cos, const float *sin, const float *norm, float eps,
+            float *out, const Step *step, long layer, long T, long H, long G, long D) {
+    Layout layout = { qkv, { cos, sin, D / 2, 0 }, norm, eps, out, H, G, D, H / G };
     attend_layer(&layout, step, layer, T);
 }
 
@@ -486,7 +503,7 @@ void attend(const float *qkv, const float *cos, const float *sin, float *out, co
 
 // The layers of model.Llama and its last norm.
 typedef struct {
-    const float *input_norm, *post_norm;
+    const float *input_norm, *head_norm, *post_norm;
     const Weight *qkv, *o, *gate_up, *down;
 } Layer;
 typedef struct {
@@ -513,7 +530,8 @@ static Room room_for(const Model *m, long T) {
 static void layer_of(const Model *m, const Layer *l, float *x, const Room *room,
                      const float *angles, const Step *step, long layer, long T) {
     Rope rope = { angles, angles + m->D / 2, m->D, step->positions };
-    Layout layout = { room->wide, rope, room->narrow, m->H, m->G, m->D, m->H / m->G };
+    Layout layout = { room->wide, rope, l->head_norm, m->eps, room->narrow,
+                      m->H, m->G, m->D, m->H / m->G };
     product(room->in, l->qkv, room->wide, T);
     attend_layer(&layout, step, layer, T);
     product(room->narrow, l->o, room->delta, T);

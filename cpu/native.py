@@ -60,7 +60,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cpu.compiled import compile_library
-from kernels import Linear
+from kernels import HeadNorm, Linear
 from quant import Kind, Quantized, nf4
 from sampling import Keyed, NotFinite, accept_role, column
 
@@ -471,14 +471,21 @@ def step_of(metadata: AttentionMetadata) -> Step:
 
 
 def attend(
-    qkv: Tensor, G: int, rope: Rope | None, metadata: AttentionMetadata, layer: int
+    qkv: Tensor,
+    G: int,
+    rope: Rope | None,
+    metadata: AttentionMetadata,
+    layer: int,
+    norm: HeadNorm | None = None,
 ) -> Tensor:
     """What Ops.attend does. qkv: float32[T, H + 2 G, D] -> [T, H, D]."""
     T, num_heads, D = qkv.shape
     H = num_heads - 2 * G
     out = torch.empty(T, H, D)
-    cos, sin = rope or (None, None)
-    call("attend", qkv.contiguous(), cos, sin, out, step_of(metadata), layer, T, H, G, D)
+    turns = rope or (None, None)
+    norms = norm or (None, 0.0)
+    step = step_of(metadata)
+    call("attend", qkv.contiguous(), *turns, *norms, out, step, layer, T, H, G, D)
     return out
 
 
@@ -519,7 +526,10 @@ class LayerWeights(Struct):
 
     @classmethod
     def of(cls, layer: Layer) -> LayerWeights:
-        return cls(*(address(getattr(layer, name)) for name, _ in cls._fields_))
+        parts = {name: getattr(layer, name) for name, _ in cls._fields_}
+        if layer.head_norm is not None:
+            parts["head_norm"] = layer.head_norm.weight
+        return cls(**{name: address(part) for name, part in parts.items()})
 
 
 class NativeModel(Struct):

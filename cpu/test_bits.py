@@ -102,7 +102,7 @@ def drafter_of(name: str, target: Llama, cache: Cache, make: Callable) -> Drafte
         draft = random_model(torch.float32, hidden_size=32, num_hidden_layers=1)
         return ModelDrafter(draft, make(draft))
     if name == "self":
-        sizes = {field: getattr(config, field) for field in SMALL}
+        sizes = {field: getattr(config, field) for field in (*SMALL, "model_type")}
         return SelfDrafter(random_model(4, target.dtype, **sizes), cache)
     if name == "eagle":
         head = random_head(target, dtype=target.dtype)
@@ -121,6 +121,7 @@ def models(draw) -> dict[str, Any]:
         num_key_value_heads=G,
         head_dim=draw(st.sampled_from([6, 10, 16, 64])),
         tie_word_embeddings=draw(st.booleans()),
+        model_type=draw(st.sampled_from(["llama", "qwen2", "qwen3"])),
     )
 
 
@@ -269,9 +270,9 @@ def test_a_second_order_of_sums_is_seen(planted, monkeypatch):
     attend = native.attend
     product = native.product
 
-    def other_attend(qkv: Tensor, G: int, rope: Any, metadata: Any, layer: int) -> Tensor:
+    def other_attend(qkv: Tensor, G: int, rope: Any, metadata: Any, *more: Any) -> Tensor:
         of = Ops().attend if max(metadata.num_new_tokens) > 16 else attend
-        return of(qkv, G, rope, metadata, layer)
+        return of(qkv, G, rope, metadata, *more)
 
     def other_product(x: Tensor, weight: native.Weight) -> Tensor:
         if len(x) <= 4:

@@ -90,6 +90,8 @@ def drafts(
         dict(),
         dict(bits=8),
         dict(bits=8, attention_bias=True, tie_word_embeddings=False),
+        dict(model_type="qwen2"),
+        dict(model_type="qwen3"),
     ],
 )
 @torch.inference_mode()

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from drafters import Chain, ModelChain
 from eagle import EagleHead
-from kernels import Linear, Ops, rotated
+from kernels import HeadNorm, Linear, Ops, rotated
 from kvcache import AttentionMetadata
 from quant import Quantized
 from sampling import Setting
@@ -129,14 +129,20 @@ class GPU(Ops):
         return fused.fused_norm(x, delta, weight, eps)
 
     def attend(
-        self, qkv: Tensor, G: int, rope: Rope | None, metadata: AttentionMetadata, layer: int
+        self,
+        qkv: Tensor,
+        G: int,
+        rope: Rope | None,
+        metadata: AttentionMetadata,
+        layer: int,
+        norm: HeadNorm | None = None,
     ) -> Tensor:
         """In two kernels."""
         cache = metadata.cache
         if not is_readable(cache):
-            return super().attend(qkv, G, rope, metadata, layer)
+            return super().attend(qkv, G, rope, metadata, layer, norm)
         if qkv.dtype == torch.float64:  # over a quantized cache
-            turned = torch.cat(rotated(qkv, G, rope), dim=1)
+            turned = torch.cat(rotated(qkv, G, rope, norm), dim=1)
             return self.attend(turned.float(), G, None, metadata, layer).to(qkv.dtype)
         q, k, v = rotated(qkv, G, None)
         keys = LayerStore.of(cache.keys, layer)
@@ -156,7 +162,7 @@ class GPU(Ops):
             )
             backend["arrivals"] = torch.empty(k.shape[:2], dtype=torch.int32, device=k.device)
         arrivals = backend["arrivals"]
-        q = store_vectors(q, k, v, keys, values, metadata.slot_mapping, S, arrivals, rope)
+        q = store_vectors(q, k, v, keys, values, metadata.slot_mapping, S, arrivals, rope, norm)
         block = 0 if S >= cache.max_len else S  # 0: one block a sequence
         return flash.flash_attention(
             q,

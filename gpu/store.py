@@ -1,7 +1,8 @@
-"""Storing new keys and values on a GPU: rotation and quantization in the kernel that writes them.
+"""Storing new keys and values on a GPU: norm, rotation and quantization in the kernel that writes.
 
-The result of the qkv product is read once: queries and keys are rotated by their positions; keys
-and values are quantized to the cache's bits (quant.py) and written to their slots.
+The result of the qkv product is read once: queries and keys are normed, if the model has norms of
+heads, and rotated by their positions; keys and values are quantized to the cache's bits (quant.py)
+and written to their slots.
 
     slot = block · S + offset
     vector = block · block_stride + offset · token_stride + head · head_stride
@@ -28,6 +29,7 @@ from gpu.unpack import GROUP, PARTS
 from quant import LARGEST, LARGEST_ZERO, SMALLEST_SCALE
 
 if TYPE_CHECKING:
+    from kernels import HeadNorm
     from model import Rope
 
 TINY = tl.constexpr(SMALLEST_SCALE)
@@ -105,13 +107,30 @@ def _put(
 
 
 @triton.jit
-def _turned(x, cos, sin, i, inside, D: tl.constexpr):
-    """The vectors at x with dimension pairs (d, d + D / 2) turned, rounded as kernels.rotate
-    rounds. i: indices from x.
+def _normed(x, weight, by):
+    """x · by · weight, rounded as kernels.rms_norm rounds."""
+    normed = (x.to(tl.float32) * by).to(x.dtype).to(tl.float32)
+    return (normed * weight.to(tl.float32)).to(x.dtype)
+
+
+@triton.jit
+def _turned(x, cos, sin, norm, eps, i, inside, D: tl.constexpr, ONE: tl.constexpr):
+    """The vectors at x, normed, with dimension pairs (d, d + D / 2) turned, rounded as
+    kernels.rotate rounds. i: indices from x. norm: weights, or None. ONE: the rows of i are parts
+    of one vector; else a vector each.
     """
     d = i % D
+    e = (d + D // 2) % D
     number = tl.load(x + i, inside, 0)
-    other = tl.load(x + (i - d) + (d + D // 2) % D, inside, 0)
+    other = tl.load(x + (i - d) + e, inside, 0)
+    if norm is not None:
+        wide = number.to(tl.float32)
+        square = tl.sum(wide * wide, 1)[:, None]
+        if ONE:
+            square = tl.sum(square, 0)[None, :]
+        by = tl.rsqrt(square / D + eps)
+        number = _normed(number, tl.load(norm + d, inside, 0), by)
+        other = _normed(other, tl.load(norm + e, inside, 0), by)
     c = tl.load(cos + d % (D // 2), inside, 0)
     near = number.to(tl.float32) * c.to(tl.float32)
     near = near.to(number.dtype).to(tl.float32)
@@ -129,6 +148,8 @@ def _store(
     turned,
     cos,
     sin,
+    norm,
+    eps,
     arrivals,
     slot_mapping,
     keys,
@@ -157,7 +178,7 @@ def _store(
     EARLY: tl.constexpr,
 ):
     """A program for (token, key/value head): it stores key and value, and with cos and sin
-    rotates the head's R queries.
+    rotates the head's R queries. norm: [2 D], of q, then of k, or None.
     """
     tuning.begin_early(EARLY)
     t = tl.program_id(0).to(tl.int64)
@@ -175,9 +196,12 @@ def _store(
         d = tl.arange(0, WIDE)[None, :]
         mask = (row < R) & (d < D)
         head = g * R + row
-        queries = _turned(q + t * q_token + head * q_head, cos, sin, d, mask, D)
+        query = q + t * q_token + head * q_head
+        queries = _turned(query, cos, sin, norm, eps, d, mask, D, False)
         tl.store(turned + (t * G * R + head) * D + d, queries, mask)
-        x = _turned(key, cos, sin, i, inside, D)
+        if norm is not None:
+            norm += D
+        x = _turned(key, cos, sin, norm, eps, i, inside, D, True)
     else:
         x = tl.load(key + i, inside, 0)
     if slot >= 0:
@@ -222,16 +246,17 @@ def store_vectors(
     S: int,
     arrivals: Tensor,
     rope: "Rope | None",
+    norm: "HeadNorm | None" = None,
 ) -> Tensor:
     """Write k, v: [T, G, D] to their slots, int32[T], in blocks of S tokens -> q: [T, H, D].
 
-    With rope q and k are rotated first. arrivals: int32[T, G], attention's
-    counters.
+    With rope q and k are normed and rotated first. arrivals: int32[T, G], attention's counters.
     """
     T, G, D = k.shape
     R = q.shape[1] // G
     turned = q
     cos, sin = rope or (None, None)
+    norm_weight, eps = norm or (None, 0.0)
     if rope is not None:
         turned = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     _store[T, G](
@@ -241,6 +266,8 @@ def store_vectors(
         turned,
         cos,
         sin,
+        norm_weight,
+        eps,
         arrivals,
         slot_mapping,
         *keys[:3],

@@ -448,7 +448,13 @@ class Padded(GPU):
     probabilities = Ops.probabilities
 
     def attend(
-        self, qkv: Tensor, G: int, rope: None, metadata: AttentionMetadata, layer: int
+        self,
+        qkv: Tensor,
+        G: int,
+        rope: None,
+        metadata: AttentionMetadata,
+        layer: int,
+        norm: None = None,
     ) -> Tensor:
         most = (Table.texts - 1) / (metadata.positions + 1.0)
         out = super().attend(qkv, G, rope, metadata, layer)

@@ -28,6 +28,7 @@ def attend_and_multiply(
     arch: int = 90,
     dtype: torch.dtype = torch.bfloat16,
     D: int = 128,
+    kind: str = "llama",
 ) -> list[Report]:
     """The launches of steps of these shapes, of a layer of Llama 3.1 8B with heads of size D."""
     config = Config(
@@ -39,6 +40,7 @@ def attend_and_multiply(
         num_key_value_heads=8,
         head_dim=D,
         max_position_embeddings=4096,
+        model_type=kind,
     )
     if bits < 16:
         config = config.quantized(Quantization(bits))
@@ -80,7 +82,7 @@ def compiled() -> dict[str, list[Report]]:
         "16": attend_and_multiply(16, (16, 16), [decode, prompt]),
         "8": attend_and_multiply(8, (8, 8), [decode, prompt]),
         "8/4": attend_and_multiply(4, (8, 4), many_rows),
-        "4": attend_and_multiply(4, (4, 4), [(1, 8)]),
+        "4, norms of heads": attend_and_multiply(4, (4, 4), [(1, 8)], kind="qwen3"),
         "heads of 64": attend_and_multiply(16, (8, 8), [decode, (1, 8)], D=64),
         "sm_80": attend_and_multiply(4, (8, 4), [decode, prompt], 80),
         "float32": attend_and_multiply(8, (16, 16), [decode, prompt], 90, torch.float32, 256),

@@ -52,6 +52,7 @@ WAYS = {  # to store weights
     "W8A8": Quantization(8, activations=8),
     "FP8 W8A8": Quantization("fp8", activations=8),
 }
+HEAD_NORMS = "head norms"  # 16 bits, too, and a norm of each head, as Qwen 3 has
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,9 @@ def random_model(
 ) -> Llama:
     """A model with random weights, stored this way; few tensors at a time have more bits. dtype: to
     compute in, if not the scale's."""
-    config = replace(SHAPES[name], quantization=WAYS[way])
+    config = replace(SHAPES[name], quantization=WAYS.get(way))
+    if way == HEAD_NORMS:
+        config = replace(config, model_type="qwen3")
     ops = ops or ops_for(scale.device)
     dtype, weight_dtype = ops.dtypes([scale.dtype], dtype)
     llama = Llama(config, scale.device, dtype, seed=None, ops=ops, weight_dtype=weight_dtype)
@@ -167,7 +170,10 @@ def random_weights(llama: Llama, scale: Scale) -> Iterator[tuple[str, Tensor]]:
     """A plain weight in the place of each of the model's, made when it is asked for."""
     torch.manual_seed(0)
     for name, weight in llama.named_weights().items():
-        if name.endswith("norm.weight"):
+        if "_norm." in name:  # of q, of k
+            numbers = torch.linspace(0.5, 1.5, len(weight), device=scale.device)
+            yield name, numbers.to(scale.dtype)
+        elif name.endswith("norm.weight"):
             yield name, torch.ones(weight.shape, device=scale.device, dtype=scale.dtype)
         else:
             yield name, 0.02 * random_numbers(scale, *weight.shape)

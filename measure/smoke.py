@@ -5,8 +5,8 @@
     python bench.py --gpu texts           whole texts, greedy and in float32, of the embedded model
 
 In `smoke` a layer of 8B, and a head of 20,480 tokens, run over steps of real tokens, for each way
-to store weights, and keys and values. The logits are compared with those of `kernels.Ops` in
-float32, of the same stored weights and over the same cache:
+to store weights, and keys and values, and with norms of heads. The logits are compared with those
+of `kernels.Ops` in float32, of the same stored weights and over the same cache:
 
     ‖out − wanted‖ / ‖wanted‖  ≤  ε + √(ε s)
 
@@ -40,6 +40,7 @@ from generate import Model, load_draft
 from kernels import Linear, Ops, ops_for
 from measure.effort import SENTENCES
 from measure.gpu_parts import (
+    HEAD_NORMS,
     SHAPES,
     WAYS,
     WRONG,
@@ -133,6 +134,7 @@ def smoke_keys(scale: Scale) -> Iterator[tuple[Any, ...]]:
     yield from product(("16 bits",), WIDTHS, (dtype,), pasts, STEPS)
     yield from product(("16 bits",), ("16",), (torch.float32,), pasts, STEPS)
     yield from product([*WAYS][1:], ("16",), (dtype,), scale.pasts[:1], STEPS)
+    yield from product((HEAD_NORMS,), WIDTHS, (dtype,), scale.pasts[:1], ("1 x 1", "1 + 60 + 3"))
     yield from product(("sampling",), FILTERS, (1, scale.num_texts + 1))
 
 

@@ -18,7 +18,16 @@ from gpu import GPU, draw, test_graphs
 from kernels import Ops
 from measure import smoke
 from measure.effort import SENTENCES
-from measure.gpu_parts import QUICK, SHAPES, WAYS, Scale, judged, random_engine, random_model
+from measure.gpu_parts import (
+    HEAD_NORMS,
+    QUICK,
+    SHAPES,
+    WAYS,
+    Scale,
+    judged,
+    random_engine,
+    random_model,
+)
 from model import Llama
 from paged import PagedCache
 from quant import FORMATS, WIDTHS
@@ -189,7 +198,7 @@ def missing(smoked: Variants, served: Variants) -> Variants:
 @not_on_a_gpu
 def test_smoke_launches_all_variants_of_serving(variants):
     smoked = smoke_variants(variants)
-    for way, kv_bits in (("16 bits", "16"), ("INT4", "8/4")):
+    for way, kv_bits in (("16 bits", "16"), ("INT4", "8/4"), (HEAD_NORMS, "8/4")):
         served = serving_variants(variants, way, kv_bits)
         assert len(served["_attend"]) >= 6 and len(served) >= 10
         assert missing(smoked, served) == {}, (way, kv_bits)

@@ -370,7 +370,8 @@ def observe(llama: Llama, layer: Layer, texts: Sequence[LayerInput]) -> dict[str
         x, normed = ops.add_norm(x, delta, layer.input_norm, eps)
         moments["qkv"].add(normed)
         qkv = ops.linear(normed, fast.qkv).unflatten(1, (-1, config.head_dim))
-        heads = ops.attend(qkv, config.num_key_value_heads, rope, metadata, 0).flatten(1)
+        G = config.num_key_value_heads
+        heads = ops.attend(qkv, G, rope, metadata, 0, layer.head_norm).flatten(1)
         x, normed = ops.add_norm(x, ops.linear(heads, fast.o), layer.post_norm, eps)
         moments["o"].add(heads / length(x))
         moments["gate_up"].add(normed)

@@ -60,7 +60,7 @@ from checkpoint.progress import progress_bar
 from eagle import EagleHead
 from errors import UserError
 from generate import Engine, Model
-from kernels import Ops, find_device, rotated
+from kernels import HeadNorm, Ops, find_device, rotated
 from kvcache import AttentionMetadata
 from model import Llama, Rope
 from request import Request, Settings
@@ -164,10 +164,16 @@ class Unrolled(Ops):
         self.values: list[Tensor] = []
 
     def attend(
-        self, qkv: Tensor, G: int, rope: Rope | None, metadata: AttentionMetadata, layer: int
+        self,
+        qkv: Tensor,
+        G: int,
+        rope: Rope | None,
+        metadata: AttentionMetadata,
+        layer: int,
+        norm: HeadNorm | None = None,
     ) -> Tensor:
         B = len(metadata.sequences)
-        q, k, v = rotated(qkv, G, rope)
+        q, k, v = rotated(qkv, G, rope, norm)
         R = q.shape[1] // G
         q, k, v = (x.unflatten(0, (B, -1)).transpose(1, 2) for x in (q, k, v))
         self.keys.append(k.repeat_interleave(R, 1))
@@ -335,6 +341,7 @@ def new_head(target: Llama, tokens: Tensor, mlp: int | None, seed: int) -> Eagle
         tie_word_embeddings=False,
         attention_bias=False,
         mlp_bias=False,
+        model_type="llama",
         quantization=None,
     )
     layers = sorted({min(2, L - 1), L // 2, max(0, L - 3)})  # the authors' choice
@@ -359,7 +366,8 @@ def save_head(head: EagleHead, folder: Path, target: str) -> None:
     tensors["t2d"] = is_drafted
     with new_file(folder / "model.safetensors") as new:
         save_file(tensors, new, metadata={"format": "pt"})
-    write_json(folder / "config.json", head.eagle.to_dict(target))
+    architecture = head.target.config.architecture
+    write_json(folder / "config.json", head.eagle.to_dict(target, architecture))
 
 
 # ---- The command line ----------------------------------------------------------------------------

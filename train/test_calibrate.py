@@ -254,7 +254,8 @@ def model(seed: int = 0, dtype=torch.float64, **config) -> Llama:
 SHAPES = [
     dict(),
     dict(attention_bias=True, mlp_bias=True, num_key_value_heads=4, tie_word_embeddings=False),
-    dict(num_key_value_heads=1, intermediate_size=33),
+    dict(num_key_value_heads=1, intermediate_size=33, model_type="qwen2"),
+    dict(model_type="qwen3"),
 ]
 
 
@@ -293,7 +294,7 @@ def test_folding_leaves_a_layer_what_it_was(monkeypatch, shape, how):
 @torch.inference_mode()
 def test_inputs_are_those_of_the_model_to_the_bit(monkeypatch):
     """Those that go to the residual stream count as divided by its length."""
-    llama = model(dtype=torch.float32)
+    llama = model(dtype=torch.float32, model_type="qwen3")
     layer = llama.layers[0]
     ops = llama.ops
     text = first_input(llama, torch.arange(30))

@@ -29,7 +29,7 @@ from train.distill import (
 from train.stories import Corpus
 
 END = 256
-CONFIG = Config(**SMALL)
+CONFIG = Config(**SMALL, model_type="qwen3")  # a Llama, and norms of heads
 STORIES = [
     f"Once there was a {size} {animal}. It was {mood}. The end."
     for size in ("big", "small", "tiny")

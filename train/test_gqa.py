@@ -14,9 +14,11 @@ from train.gqa import cache_bytes, merge_heads
 CONFIG = Config(**SMALL)
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_merging_equal_heads_changes_nothing_and_the_rest_is_the_mean(kv_heads: int) -> None:
-    config = replace(CONFIG, num_key_value_heads=4, attention_bias=True)
+@pytest.mark.parametrize("kv_heads, kind", [(1, "llama"), (2, "qwen2"), (2, "qwen3"), (4, "llama")])
+def test_merging_equal_heads_changes_nothing_and_the_rest_is_the_mean(
+    kv_heads: int, kind: str
+) -> None:
+    config = replace(CONFIG, num_key_value_heads=4, attention_bias=True, model_type=kind)
     llama, D, C = new_model(config, 8), config.head_dim, config.hidden_size
     merged = merge_heads(llama, kv_heads)
     source, place = (

@@ -46,6 +46,7 @@ SHAPES = [
         intermediate_size=33,
         head_dim=10,
     ),
+    dict(model_type="qwen3"),
 ]
 
 
