@@ -183,7 +183,8 @@ def random_engine(
     llama: Llama, draft: Llama | None, max_len: int, max_batch: int, kv_bits: str = "16"
 ) -> Engine:
     """An engine of models without a tokenizer."""
-    model = Model(llama, SimpleNamespace(vocab_size=llama.config.vocab_size))
+    tokenizer = SimpleNamespace(vocab_size=llama.config.vocab_size, eos_token_id=None)
+    model = Model(llama, tokenizer)
     drafts = Draft(partial(ModelDrafter, draft), (draft,), True) if draft else None
     return Engine(
         model,
