@@ -341,6 +341,8 @@ def test_an_answer_is_divided_into_content_and_calls(model):
     offer = Offer(model, "tiny", 900, settings=Settings())
     add = f'{{"name": "add", "{offer.call_format.arguments}": {{"a": 1}}}}'
     call = tag(add) if offer.call_format.is_tagged else add
+    add_alone = {"type": "function", "function": {"name": "add"}}
+    assert not read(True, offer, tools=TOOLS, tool_choice=add_alone).tools.is_parallel
     for text, reason, tells in (
         (call, "stop", "tool_calls"),
         (call, "length", "length"),
