@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -91,7 +90,8 @@ def free_memory(device: torch.device) -> int:
         _, available = memory_info.read_text().split("MemAvailable:")
         free = 1024 * int(available.split()[0])
     else:
-        free = sys.maxsize  # unknown: an allocation that fails will say so
+        page_size = os.sysconf("SC_PAGE_SIZE")
+        free = page_size * os.sysconf("SC_PHYS_PAGES")  # macOS: all that there is
     return group_for(device).memory(free, device)  # the smallest share of all processes
 
 

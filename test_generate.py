@@ -592,7 +592,7 @@ def test_damaged_folder_is_named(tmp_path):
 
 def test_a_model_may_lack_tokens_beside_those_of_texts(tmp_path):
     """They are never drawn, and no prompt may hold them."""
-    template = "{{ messages[0].content }}{{ '<|im_end|>' if messages[1:] }}"
+    template = "{{ messages[-1].content }}{{ '<|im_end|>' if messages[1:] }}"
     folder = write_model(tmp_path, template, vocab_size=257)  # the tokenizer has 259 tokens
     model = Model.load(folder)
     message = dict(role="user", content="<|im_end|>")

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from itertools import product
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import kernels
 import sampling
 from conftest import Place, amid, model_chain, poison, program, random_llama
 from drafters import fastest_draft
@@ -811,3 +813,9 @@ def test_flash_compiles_for_a_gpu_that_is_not_there(monkeypatch):
     for line in lines:
         registers, spills, matrix_products = map(int, line.split())
         assert spills == 0 and registers <= 255 and matrix_products > 0
+
+
+def test_memory_where_there_is_no_proc(monkeypatch):
+    """On macOS: a share of it must be a size, not a share of the largest number."""
+    monkeypatch.setattr(kernels, "Path", lambda name: Path("/no/such/file"))
+    assert 1e8 < kernels.free_memory(torch.device("cpu")) < 1e14

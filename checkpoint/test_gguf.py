@@ -2,6 +2,7 @@
 
 import gc
 import math
+import platform
 import random
 import struct
 import time
@@ -163,6 +164,7 @@ def test_the_padding_behind_a_header_of_any_length(tmp_path):
         assert GGUF.open(file).read("a").tolist() == [1, 2, 3]
 
 
+@pytest.mark.skipif(platform.system() != "Linux", reason="reads /proc")
 def test_a_tensor_is_mapped_and_let_go(tmp_path):
     def mappings() -> int:
         return Path("/proc/self/maps").read_text().count(str(file))

@@ -5,6 +5,7 @@
     makes one for the pass.
   - If C does both products and attention, one call runs all layers of a short step, and one call
     makes all drafts of a lone sequence, with no Python between the operations; so for EAGLE heads.
+  - Before C is used, each operation is compared with its plain definition (selftest.py).
   - Where other programs interrupt the threads of products, fewer threads run for a while, PyTorch's
     too (products.c): the others would wait for the one that was interrupted.
 
@@ -21,14 +22,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from cpu import native
+from cpu import native, selftest
 from drafters import Chain, ModelChain
 from eagle import EagleHead, HeadChain
 from kernels import HeadNorm, Linear, Ops, rotated
@@ -261,5 +262,12 @@ def draws(round: Round) -> native.Draws:
     return native.Draws(temperature, coins.streams, round.vocab_size)
 
 
+@cache
 def ops() -> CPU:
-    return CPU()
+    """One for all models. If C is wrong, plain torch computes from now on."""
+    cpu = CPU()
+    if native.library() is not None:
+        wrong = selftest.first_wrong(cpu)
+        if wrong:
+            native.distrust(wrong)
+    return cpu

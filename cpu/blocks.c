@@ -10,14 +10,16 @@
 //
 //     y[t, n] += scale[n] scale[t] (Σ_k x[t, k] w[n, k] − zero[n] Σ_k x[t, k])
 //                                  vpmaddwd, or vpdpwssd where there is VNNI: two columns at a time
+//                                  sdot on ARM: four columns, x in two bytes, low + 256 high
 //
 //     T rows of x · N rows, K columns of W · panel: WIDE rows of W, side by side
-//     step: what one instruction multiplies in a lane, a column (real) or two (whole)
+//     step: what one instruction multiplies in a lane, a column (real), two or four (whole)
 //     unit: one or more steps of a panel, which lie together
 
 #if defined GNU_THREADS && defined __clang__
 #error clang asks for the threads of LLVM's OpenMP, and PyTorch has GCC's: CC=gcc
 #endif
+#include <float.h>
 #include <limits.h>
 #include <math.h>
 #include <omp.h>
@@ -28,13 +30,23 @@
 
 #ifdef __x86_64__
 #include <immintrin.h>
+#elif defined __aarch64__
+#include <arm_neon.h>
 #endif
-// STRETCH: columns that one sum runs over; TILE: rows of x multiplied at once.
-enum { WIDE = 16, STRETCH = 128, TILE = 6 };
+#ifdef __ARM_FEATURE_DOTPROD
+enum { QUADS = 1 };                                 // steps of four columns
+#else
+enum { QUADS = 0 };
+#endif
+// STRETCH: columns that one sum runs over; TILE: rows of x multiplied at once. Quads have two sums.
+enum { WIDE = 16, STRETCH = 128, TILE = 6, TILE_WHOLE = QUADS ? 3 : TILE };
 // PANELS: at once; the sums of T rows of x by so many fit in the registers.
 #ifdef __AVX512F__
 enum { LANES = 16 };                                // numbers in a register
 #define PANELS(T) 4
+#elif defined __aarch64__
+enum { LANES = 4 };
+#define PANELS(T) ((T) > 1 ? 1 : 2)
 #else
 enum { LANES = 8 };
 #define PANELS(T) ((T) > 3 ? 1 : (T) > 1 ? 2 : 4)
@@ -55,12 +67,15 @@ typedef uint64_t longs __attribute__((vector_size(4 * LANES)));
 typedef uint16_t ushorts __attribute__((vector_size(2 * LANES), aligned(2)));
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 8")
+// From a line of the processor's cache on; macOS allocates whole ones.
+INLINE void *allocate(long bytes) { return aligned_alloc(64, (bytes + 63) / 64 * 64); }
 
 // ---- Registers ----------------------------------------------------------------------------------
 
 // One instruction each, which compilers may miss. pairs_i8: two bytes of each lane as two shorts.
-// dot: s + a₀ b₀ + a₁ b₁ in each lane, of shorts.
+// dot: s + a₀ b₀ + a₁ b₁ in each lane, of shorts. larger, smaller: NaN, if b is.
 INLINE vec load_f32(const float *p) { return *(const vec *)p; }
+INLINE vec each(float x) { return x - (vec){0}; }   // in each lane (0 + x would cost an addition)
 #ifdef __AVX512BW__
 INLINE ints widen_u16(const uint16_t *p) {
     return (ints)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)p));
@@ -75,6 +90,8 @@ INLINE ints pairs_i8(const int8_t *p) {
     return (ints)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const void *)p));
 }
 INLINE vec number(ints i) { return (vec)_mm512_cvtepi32_ps((__m512i)i); }
+INLINE vec larger(vec a, vec b) { return (vec)_mm512_max_ps((__m512)a, (__m512)b); }
+INLINE vec smaller(vec a, vec b) { return (vec)_mm512_min_ps((__m512)a, (__m512)b); }
 INLINE ints dot(ints s, ints a, ints b) {
 #ifdef __AVX512VNNI__
     return (ints)_mm512_dpwssd_epi32((__m512i)s, (__m512i)a, (__m512i)b);
@@ -96,8 +113,28 @@ INLINE ints pairs_i8(const int8_t *p) {
     return (ints)_mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)p));
 }
 INLINE vec number(ints i) { return (vec)_mm256_cvtepi32_ps((__m256i)i); }
+INLINE vec larger(vec a, vec b) { return (vec)_mm256_max_ps((__m256)a, (__m256)b); }
+INLINE vec smaller(vec a, vec b) { return (vec)_mm256_min_ps((__m256)a, (__m256)b); }
 INLINE ints dot(ints s, ints a, ints b) {
     return s + (ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+}
+#elif defined __aarch64__
+INLINE ints widen_u16(const uint16_t *p) { return (ints)vmovl_u16(vld1_u16(p)); }
+INLINE ints widen_i16(const int16_t *p) { return (ints)vmovl_s16(vld1_s16(p)); }
+INLINE ints widen_i8(const int8_t *p) {
+    int32_t four;
+    memcpy(&four, p, 4);
+    int8x8_t twice = vreinterpret_s8_s32(vdup_n_s32(four));
+    return (ints)vmovl_s16(vget_low_s16(vmovl_s8(twice)));
+}
+INLINE ints pairs_i8(const int8_t *p) { return (ints)vmovl_s8(vld1_s8(p)); }
+INLINE vec number(ints i) { return (vec)vcvtq_f32_s32((int32x4_t)i); }
+INLINE vec larger(vec a, vec b) { return (vec)vmaxq_f32((float32x4_t)a, (float32x4_t)b); }
+INLINE vec smaller(vec a, vec b) { return (vec)vminq_f32((float32x4_t)a, (float32x4_t)b); }
+INLINE ints dot(ints s, ints a, ints b) {
+    int16x8_t x = (int16x8_t)a, y = (int16x8_t)b;
+    int32x4_t low = vmull_s16(vget_low_s16(x), vget_low_s16(y)), high = vmull_high_s16(x, y);
+    return s + (ints)vpaddq_s32(low, high);
 }
 #else
 INLINE ints widen_u16(const uint16_t *p) {
@@ -112,13 +149,21 @@ INLINE ints pairs_i8(const int8_t *p) {
     return (both << 24 >> 24 & 0xFFFF) | both >> 8 << 16;
 }
 INLINE vec number(ints i) { return __builtin_convertvector(i, vec); }
+INLINE vec larger(vec a, vec b) {
+    ints is_a = a > b;
+    return (vec)((is_a & (ints)a) | (~is_a & (ints)b));
+}
+INLINE vec smaller(vec a, vec b) { return -larger(-a, -b); }
 INLINE ints dot(ints s, ints a, ints b) {
     return s + (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
 }
 #endif
-// a b + c, rounded once: compilers do so here and not there.
+// a b + c, rounded once. Nothing else is (-ffp-contract=off): compilers would do so here and not
+// there, and a row would depend on which code it meets.
 INLINE vec fused(vec a, vec b, vec c) {
-#ifdef __AVX512F__
+#ifdef __aarch64__
+    return (vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#elif defined __AVX512F__
     return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined __FMA__
     return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
@@ -132,6 +177,8 @@ INLINE vec load_f16(const uint16_t *p) {
     return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const void *)p));
 #elif defined __F16C__
     return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const void *)p));
+#elif defined __aarch64__
+    return (vec)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
 #else                                               // a finite one: its exponent is smaller by 112
     ints bits = widen_u16(p);
     return (vec)((bits & 0x8000) << 16 | (bits & 0x7FFF) << 13) * 0x1p112f;
@@ -146,11 +193,27 @@ INLINE float one_bf16(uint16_t x) {
 }
 
 INLINE float sum(vec v) {
+#ifdef __aarch64__
+    return (v[0] + v[1]) + (v[2] + v[3]);
+#else
     union { vec all; eight half[LANES / 8]; } u = { v };
     union { eight all; four half[2]; } w = {
         LANES == 16 ? u.half[0] + u.half[LANES / 8 - 1] : u.half[0] };
     four f = w.half[0] + w.half[1];
     return (f[0] + f[1]) + (f[2] + f[3]);
+#endif
+}
+
+// The first n numbers, if there are fewer than LANES, and `others` behind them.
+INLINE vec load_some(const float *p, long n, float others) {
+    vec v = each(others);
+    if (n >= LANES) return load_f32(p);
+    if (n > 0) memcpy(&v, p, n * sizeof *p);
+    return v;
+}
+INLINE void store_some(float *p, vec v, long n) {
+    if (n >= LANES) *(vec *)p = v;
+    else memcpy(p, &v, n * sizeof *p);
 }
 
 // `sum` of each of four, in the same order.
@@ -171,6 +234,9 @@ INLINE four sums(const vec *v) {
     __m256 f = _mm256_hadd_ps(ab, cd);              // f[0] + f[1], f[2] + f[3] of a, c, b, d
     f = _mm256_hadd_ps(f, f);
     return (four)_mm_unpacklo_ps(_mm256_castps256_ps128(f), _mm256_extractf128_ps(f, 1));
+#elif defined __aarch64__
+#define ADDED(a, b) vpaddq_f32((float32x4_t)(a), (float32x4_t)(b))      // neighbours of a, then b
+    return (four)ADDED(ADDED(v[0], v[1]), ADDED(v[2], v[3]));
 #else
     return (four){ sum(v[0]), sum(v[1]), sum(v[2]), sum(v[3]) };
 #endif
@@ -193,17 +259,19 @@ enum { SCALE_BF16, SCALE_F32, SCALE_F16 };          // what a scale is stored in
 // Kinds of numbers: how they are multiplied; steps and bytes of a unit's lane; rows of x beyond
 // which W is made into i16 or f32 first (`unfold`).
 #define EVERY(_)                                                                                   \
-_(f32, real, 1, 4, 1 << 30) _(bf16, real, 2, 4, LANES == 16 ? 32 : 8)                              \
-_(i8, whole, 1, 2, 24) _(i4, whole, 4, 4, VNNI ? 24 : 5)                                           \
+_(f32, real, 1, 4, 1 << 30) _(bf16, real, 2, 4, LANES == 16 ? 32 : LANES == 8 ? 8 : 5)             \
+_(i8, whole, 1, COLUMNS_whole, QUADS ? 1 << 30 : 24)                                               \
+_(i4, whole, 8 / COLUMNS_whole, 4, VNNI || QUADS ? 24 : 5)                                         \
 _(nf4, real, 8, 4, LANES == 16 ? 24 : 4) _(f8, real, 1, 1, LANES == 16 ? 24 : 8)                   \
 _(i16, whole, 1, 4, 1 << 30)
-enum { COLUMNS_real = 1, COLUMNS_whole = 2 };       // of a step
+enum { COLUMNS_real = 1, COLUMNS_whole = QUADS ? 4 : 2 };           // of a step
+const long int8_columns = COLUMNS_whole;            // of a unit of INT8, for native.py
 // Where a unit has so many columns, stretches of few units are common: several are one call. Where
 // units are shorter, that loop would cost more than the calls.
 enum { LONG_UNIT = 8 };
 #define STEPS_OF(kind, sort, steps, bytes, few) STEPS_##kind = steps, BYTES_##kind = bytes,
-#define COLUMNS_OF(kind, sort, steps, bytes, few) steps * COLUMNS_##sort,
-#define WHOLE_OF(kind, sort, steps, bytes, few) COLUMNS_##sort == 2,
+#define COLUMNS_OF(kind, sort, steps, bytes, few) (steps) * COLUMNS_##sort,
+#define WHOLE_OF(kind, sort, steps, bytes, few) COLUMNS_##sort > 1,
 #define BYTES_OF(kind, sort, steps, bytes, few) bytes,
 #define FEW_OF(kind, sort, steps, bytes, few) few,
 enum { F32, BF16, I8, I4, NF4, F8, I16 };
@@ -219,8 +287,12 @@ INLINE long least(long a, long b) { return a < b ? a : b; }
 INLINE int place(int column) { return column % 2 * 16 + column / 2 * 4; }
 INLINE vec step_f32(const char *w, int c) { return load_f32((const float *)w); }
 INLINE ints step_i16(const char *w, int c) { return *(const ints *)w; }
-INLINE ints step_i8(const char *w, int c) { return pairs_i8((const int8_t *)w); }
-INLINE ints step_i4(const char *w, int c) { return *(const ints *)w >> place(2 * c) & 0xF000F; }
+INLINE ints step_i8(const char *w, int c) {
+    return QUADS ? *(const ints *)w : pairs_i8((const int8_t *)w);
+}
+INLINE ints step_i4(const char *w, int c) {
+    return *(const ints *)w >> 4 * c & (QUADS ? 0x0F0F0F0F : 0x000F000F);
+}
 INLINE vec step_bf16(const char *w, int c) {
     ints both = *(const ints *)w;
     return (vec)(c ? both & -0x10000 : both << 16);
@@ -234,6 +306,9 @@ INLINE vec step_nf4(const char *w, int c) {
     __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(nf4), (__m256i)(q >> place(c)));
     __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(nf4 + 8), (__m256i)(q >> place(c)));
     return (vec)_mm256_blendv_ps(low, high, (__m256)(q << (28 - place(c))));
+#elif defined __aarch64__                           // by bytes: 4 i to 4 i + 3
+    uint8x16x4_t table = vld1q_u8_x4((const uint8_t *)nf4);
+    return (vec)vqtbl4q_u8(table, (uint8x16_t)((q >> place(c) & 15) * 0x04040404 + 0x03020100));
 #else
     vec y;
     for (int i = 0; i < LANES; i++) y[i] = nf4[q[i] >> place(c) & 15];
@@ -279,29 +354,44 @@ typedef struct {
     long far, pace;
 } Stretch;
 
-typedef vec real;
-typedef ints whole;
+// Of each sort: a sum, a step of W, and a step of x.
+typedef vec real, w_real;
 typedef float x_real;
+INLINE vec add_real(vec s, vec w, float x) { return fused(w, each(x), s); }
+typedef ints w_whole;
+#ifdef __ARM_FEATURE_DOTPROD
+typedef struct { ints low, high; } whole;
+typedef int64_t x_whole;                            // low bytes of four columns, then high ones
+INLINE whole add_whole(whole s, ints w, int64_t x) {
+    int8x8_t both = vcreate_s8(x);
+    return (whole){ (ints)vdotq_lane_s32((int32x4_t)s.low, (int8x16_t)w, both, 0),
+                    (ints)vdotq_lane_s32((int32x4_t)s.high, (int8x16_t)w, both, 1) };
+}
+INLINE ints joined(whole s) { return s.low + (s.high << 8); }
+#else
+typedef ints whole;
 typedef int32_t x_whole;                            // two columns
-INLINE vec add_real(vec s, vec w, float x) { return s + w * x; }
 INLINE ints add_whole(ints s, ints w, int32_t x) { return dot(s, w, (ints){0} + x); }
+INLINE ints joined(ints s) { return s; }
+#endif
 
 // The sum of row t, before W's scale; `x` is its stretch, `at` finds the zeros. Whole zeros make
 // whole sums. Float32 does for a zero that is a fraction, and for one beyond ±255, which is most of
 // its w.
 INLINE vec total_real(const Stretch *a, vec s, const Whole *x, long at) { return s; }
-INLINE vec total_whole(const Stretch *a, ints s, const Whole *x, long at) {
+INLINE vec total_whole(const Stretch *a, whole in_parts, const Whole *x, long at) {
+    ints s = joined(in_parts);
     if (!a->zero) return number(s - a->common_zero * x->sum) * x->scale;
-    vec sum = (vec){0} - (float)x->sum;
+    vec sum = each(-(float)x->sum);
     if (a->float_zeros)
         return fused(load_f32((const float *)a->zero + at), sum, number(s)) * x->scale;
-    ints zero = widen_i16((const int16_t *)a->zero + at), far = zero > 255 | zero < -255;
+    ints zero = widen_i16((const int16_t *)a->zero + at), far = (zero > 255) | (zero < -255);
     s -= (zero & ~far) * x->sum;                    // exact in 32 bits
     return fused(number(zero & far), sum, number(s)) * x->scale;
 }
 INLINE vec scales(const Stretch *a, long at) {
     const uint16_t *half = (const uint16_t *)a->scale + at;
-    if (!a->scale) return (vec){0} + 1;
+    if (!a->scale) return each(1);
     if (a->scale_type == SCALE_F32) return load_f32((const float *)a->scale + at);
     return a->scale_type == SCALE_F16 ? load_f16(half) : load_bf16(half);
 }
@@ -317,7 +407,7 @@ static void name(const Stretch *a) {                                            
             UNROLL for (int p = 0; p < P; p++)                                                     \
                 __builtin_prefetch(soon + p * a->far, 0, 2);         /* to the second cache */     \
             UNROLL for (int c = 0; c < STEPS_##kind; c++) {                                        \
-                sort step[P][VECS];                                                                \
+                w_##sort step[P][VECS];                                                            \
                 UNROLL for (int p = 0; p < P; p++) UNROLL for (int v = 0; v < VECS; v++)           \
                     step[p][v] = step_##kind(w + p * a->panel + v * LANES * BYTES_##kind, c);      \
                 UNROLL for (int t = 0; t < T; t++)                                                 \
@@ -356,7 +446,7 @@ static Stretch unfold_##kind(const Stretch *a, long P, float *room) {           
     Stretch b = *a;                                                                                \
     for (long p = 0; p < P; p++) for (int v = 0; v < VECS; v++) {                                  \
         const char *w = a->w + p * a->panel + v * LANES * BYTES_##kind;                            \
-        sort *to = (sort *)(room + p * STRETCH * WIDE + v * LANES);                                \
+        w_##sort *to = (w_##sort *)(room + p * STRETCH * WIDE + v * LANES);                        \
         for (long k = 0; k < a->units; k++, to += STEPS_##kind * VECS, w += WIDE * BYTES_##kind)   \
             UNROLL for (int c = 0; c < STEPS_##kind; c++)                                          \
                 to[c * VECS] = step_##kind(w, c);                                                  \

@@ -2,8 +2,8 @@
 
     $XDG_CACHE_HOME/llama-native/<hash>-<size>.so      (~/.cache where that is not set)
 
-The hash is of the source, the command and the CPU's features: `-march=native` compiles for them,
-and unlike machines may share a home folder. A library is compiled under a temporary name in that
+The hash is of the source, the command and the CPU's features: C is compiled for them, and unlike
+machines may share a home folder. A library is compiled under a temporary name in that
 folder, written to the disk, loaded, then renamed: other processes see all of it or nothing.
 Processes that begin at once all compile, and the last rename wins. A library that was cut later
 has not the size in its name: its first use would end the program (SIGBUS), so it is compiled again,
@@ -12,16 +12,17 @@ user's alone.
 
     CC             the compiler, with arguments if need be: "ccache gcc". Default: gcc
     LLAMA_MARCH    the CPU to compile for, in place of this one: x86-64-v3 (AVX2), skylake-avx512
-                   (no VNNI). This CPU must be able to run it
+                   (no VNNI), armv8-a (no dot product). This CPU must be able to run it
 
 Invariant: what is loaded was compiled by this user, from this source, for this CPU.
-Not covered: systems other than Linux; removing libraries of older sources, or what a killed
-process left.
+Not covered: systems other than Linux and macOS; removing libraries of older sources, or what a
+killed process left.
 """
 
 import ctypes
 import hashlib
 import os
+import platform
 import shutil
 import signal
 import stat
@@ -39,7 +40,7 @@ def compile_library(
     source: str, flags: Sequence[str] = (), linked: Sequence[str] = ()
 ) -> ctypes.CDLL:
     """The compiled source. linked: libraries that it needs, -l… or files. OSError: the reason."""
-    march = os.environ.get("LLAMA_MARCH") or "native"
+    march = os.environ.get("LLAMA_MARCH") or this_cpu()
     compiler = os.environ.get("CC", "").split() or ["gcc"]
     command = [*compiler, f"-march={march}"]
     depends = repr((source, command, [*flags], [*linked], cpu_features()))
@@ -52,8 +53,24 @@ def compile_library(
     return compile_into(folder, name, source, command, flags, linked)
 
 
+def is_mac() -> bool:
+    """What depends on this has never run: it was written by reading."""
+    return platform.system() == "Darwin"
+
+
+def this_cpu() -> str:
+    """What the compiler calls this CPU. On ARM, where GCC knows few by name and GCC 12 miscompiles
+    SVE, the features that C uses are named."""
+    if platform.machine() not in ("aarch64", "arm64"):
+        return "native"
+    has_dot_product = is_mac() or "asimddp" in cpu_features().split()
+    return "armv8.2-a+dotprod" if has_dot_product else "armv8-a"
+
+
 def cpu_features() -> str:
-    """The instructions that this CPU has, as Linux lists them."""
+    """The instructions that this CPU has, as Linux lists them; elsewhere empty."""
+    if not os.path.exists("/proc/cpuinfo"):
+        return ""
     with open("/proc/cpuinfo", encoding="utf-8") as lines:
         for line in lines:
             if line.startswith(("flags", "Features")):
@@ -87,7 +104,8 @@ def compile_into(
         compile_only = [*command, *flags, "-fPIC", "-x", "c", "-c", "-", "-o", unlinked]
         run_compiler(compile_only, scratch, source)
         # Without the flags: -fopenmp would link an OpenMP of the compiler's choice.
-        link = [*command, "-shared", "-Wl,-z,defs", unlinked, *linked, "-o", finished]
+        undefined = ["-undefined", "dynamic_lookup"] if is_mac() else ["-Wl,-z,defs"]
+        link = [*command, "-shared", *undefined, unlinked, *linked, "-o", finished]
         run_compiler(link, scratch)
         with open(finished, "rb") as file:
             os.fsync(file.fileno())  # a full disk may only be told here

@@ -7,14 +7,32 @@
 
 // ---- Between the products -----------------------------------------------------------------------
 
-INLINE float exponential(float x) {           // e^x = 2^n e^r, |r| ≤ ln 2 / 2 (Cody and Waite 1980)
-    x = x < -87 ? -87 : x > 88 ? 88 : x;
-    float n = x * 1.44269504f + 12582912.f - 12582912.f;
-    float r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    float p = 0.041666667f + r * (0.0083333338f + r * 0.0013888889f);
-    p = 1 + r * (1 + r * (0.5f + r * (0.16666667f + r * p)));
-    union { uint32_t i; float f; } u = { (uint32_t)((int32_t)n + 127) << 23 };
-    return p * u.f;
+// e^x = 2^n e^r, |r| ≤ ln 2 / 2 (Cody and Waite 1980); of x below −87, e^−87. By hand: compilers do
+// not put a comparison of floats into a register of many, as it might trap.
+INLINE vec exponential(vec x) {
+    x = smaller(each(88), larger(each(-87), x));
+    vec rounded = fused(x, each(1.44269504f), each(12582912));          // n + 1.5 · 2^23
+    vec n = rounded - 12582912;
+    vec r = fused(n, each(2.12194440e-4f), fused(n, each(-0.693359375f), x));
+    vec p = fused(r, each(0.0013888889f), each(0.0083333338f));
+    p = fused(r, fused(r, p, each(0.041666667f)), each(0.16666667f));
+    p = fused(r, fused(r, fused(r, p, each(0.5f)), each(1)), each(1));
+    return p * (vec)(((ints)rounded << 23) + (ints)each(1));            // n is in the lowest bits
+}
+
+// The largest of n numbers. Four registers do not wait for each other.
+static float largest(const float *x, long n) {
+    vec most[4] = { each(-INFINITY), each(-INFINITY), each(-INFINITY), each(-INFINITY) };
+    for (long i = 0; i < n; i += 4 * LANES) UNROLL for (int c = 0; c < 4; c++) {
+        vec v = load_some(x + i + c * LANES, n - i - c * LANES, -INFINITY);
+        most[c] = larger(most[c], v);
+    }
+    float all = -INFINITY;
+    for (int i = 0; i < 4 * LANES; i++) {
+        float one = most[i / LANES][i % LANES];
+        all = one > all ? one : all;
+    }
+    return all;
 }
 
 // model.Rope: rows of D/2 numbers, `apart` from each other. Token t has row rows[t], or row t where
@@ -35,22 +53,16 @@ INLINE void rotate(const float *x, const Rope *rope, long t, float *y, long D) {
 }
 
 // total = x + delta, y = total / √(mean total² + ε) · weight, of one row. Without delta, total is x
-// and is not written. Not inlined: two copies might add in two orders.
-static __attribute__((noinline)) void norm_row(const float *x, const float *delta,
-                                               const float *weight, float *total, float *y, long C,
-                                               float eps) {
-    float square = 0;
-    if (delta) {
-        #pragma omp simd reduction(+:square)
-        for (long i = 0; i < C; i++) {
-            float z = x[i] + delta[i];
-            total[i] = z;
-            square += z * z;
-        }
-    } else {
-        #pragma omp simd reduction(+:square)
-        for (long i = 0; i < C; i++) square += x[i] * x[i];
+// and is not written.
+static void norm_row(const float *x, const float *delta, const float *weight, float *total,
+                     float *y, long C, float eps) {
+    vec squares = {0};
+    for (long i = 0; i < C; i += LANES) {
+        vec z = load_some(x + i, C - i, 0);
+        if (delta) store_some(total + i, z += load_some(delta + i, C - i, 0), C - i);
+        squares = fused(z, z, squares);
     }
+    float square = sum(squares);
     float by = 1 / sqrtf(square / C + eps + 0 * square);       // ∞ becomes NaN
     const float *z = delta ? total : x;
     for (long i = 0; i < C; i++) y[i] = z[i] * by * weight[i];
@@ -72,8 +84,10 @@ void swiglu(const float *x, float *y, long T, long F) {
             const float *gate = x + t * 2 * F + at, *up = gate + F;
             float *out = y + t * F + at;
             long n = least(F - at, 1024);
-            #pragma omp simd
-            for (long i = 0; i < n; i++) out[i] = gate[i] / (1 + exponential(-gate[i])) * up[i];
+            for (long i = 0; i < n; i += LANES) {
+                vec g = load_some(gate + i, n - i, 0), u = load_some(up + i, n - i, 0);
+                store_some(out + i, g / (1 + exponential(-g)) * u, n - i);
+            }
         }
 }
 
@@ -247,15 +261,16 @@ static void scores(const float *q, const float *k, float *p, long n, long wide) 
 // lane of s there is here a sum of its own, for all keys of a register; lanes are added in the
 // order of `sum`, two as soon as there are two.
 INLINE void scores_of_panels(const float *q, const float *k, float *p, int P, long D) {
-    enum { LEVELS = LANES == 16 ? 4 : 3 };
+    enum { LEVELS = LANES == 16 ? 4 : LANES == 8 ? 3 : 2 };
     for (int v = 0; v < VECS; v++) {
         vec waiting[LEVELS + 1][4];                 // sums of 1, 2, 4, … lanes
         _Pragma("GCC unroll 16") for (int i = 0; i < LANES; i++) {
-            int lane = LANES == 16 ? i % 2 * 8 + i / 2 % 2 * 4 + i / 4 : i % 2 * 4 + i / 2;
+            int lane = LANES == 16 ? i % 2 * 8 + i / 2 % 2 * 4 + i / 4
+                : LANES == 8 ? i % 2 * 4 + i / 2 : i;
             int level = 0;
             vec s[4] = {{0}};
             for (long d = lane; d < D; d += LANES) UNROLL for (int c = 0; c < P; c++)
-                s[c] = fused((vec){0} + q[d], load_f32(k + (c * D + d) * WIDE + v * LANES), s[c]);
+                s[c] = fused(each(q[d]), load_f32(k + (c * D + d) * WIDE + v * LANES), s[c]);
             UNROLL for (; i >> level & 1; level++)
                 UNROLL for (int c = 0; c < P; c++) s[c] += waiting[level][c];
             UNROLL for (int c = 0; c < P; c++) waiting[level][c] = s[c];
@@ -273,21 +288,23 @@ static void blend(const float *p, const float *v, float *out, long n, long wide)
         for (int i = 0; i < some; i++) s[i] = load_f32(out + d + i * LANES);
         if (some == 4) for (long j = 0; j < n; j++, from += wide)
             UNROLL for (int i = 0; i < 4; i++)
-                s[i] = fused((vec){0} + p[j], load_f32(from + i * LANES), s[i]);
+                s[i] = fused(each(p[j]), load_f32(from + i * LANES), s[i]);
         else for (long j = 0; j < n; j++, from += wide)
-            s[0] = fused((vec){0} + p[j], load_f32(from), s[0]);
+            s[0] = fused(each(p[j]), load_f32(from), s[0]);
         for (int i = 0; i < some; i++) *(vec *)(out + d + i * LANES) = s[i];
     }
 }
 
 // p = e^(p − the largest), [n] -> Σ p. Not inlined: two copies might add in two orders.
 static __attribute__((noinline)) float exponentials(float *p, long n) {
-    float most = -INFINITY, all = 0;
-    #pragma omp simd reduction(max:most)
-    for (long j = 0; j < n; j++) most = p[j] > most ? p[j] : most;
-    #pragma omp simd reduction(+:all)
-    for (long j = 0; j < n; j++) { p[j] = exponential(p[j] - most); all += p[j]; }
-    return all;
+    float most = largest(p, n);
+    vec all = {0};
+    for (long j = 0; j < n; j += LANES) {
+        vec e = exponential(load_some(p + j, n - j, 0) - most);
+        store_some(p + j, e, n - j);
+        all += load_some(p + j, n - j, 0);
+    }
+    return sum(all);
 }
 
 // How many vectors from j on, but not beyond `end`, lie side by side in a block and a stretch.
@@ -369,12 +386,12 @@ static void many_look_back(const Layout *a, const Past *past, long t, long start
     long G = a->G, D = a->D, R = a->R, tokens = R < QUERIES ? QUERIES / R : 1;
     long M = start + n, keys_wide = parts(M, WIDE) * WIDE, wide = parts(D, WIDE) * WIDE;
     long vecs = parts(D, LANES) * LANES, pieces = parts(M, STRETCH);
-    float *keys = aligned_alloc(64, G * keys_wide * D * sizeof *keys);  // [G, keys / WIDE, D, WIDE]
-    float *values = aligned_alloc(64, G * M * wide * sizeof *values);   // [G, D / WIDE, M, WIDE]
+    float *keys = allocate(G * keys_wide * D * sizeof *keys);  // [G, keys / WIDE, D, WIDE]
+    float *values = allocate(G * M * wide * sizeof *values);   // [G, D / WIDE, M, WIDE]
     #pragma omp parallel if (M * D * G > 1 << 13)
     {
         long numbers = tokens * R * (D + keys_wide + wide + 1) + STRETCH * vecs;
-        float *own = aligned_alloc(64, numbers * sizeof *own), *p = own + STRETCH * vecs;
+        float *own = allocate(numbers * sizeof *own), *p = own + STRETCH * vecs;
         float *sums = p + tokens * R * keys_wide, *q = sums + tokens * R * wide;
         float *all = q + tokens * R * D;
         #pragma omp for collapse(2)
@@ -480,7 +497,7 @@ static void attend_layer(const Layout *a, const Step *step, long layer, long T) 
     }
     #pragma omp parallel if (work * heads * D > 1 << 15)
     {
-        float *room = aligned_alloc(64, (ROWS * (longest + 3 * wide) + STRETCH * wide) * 4);
+        float *room = allocate((ROWS * (longest + 3 * wide) + STRETCH * wide) * 4);
         #pragma omp for collapse(2) schedule(dynamic)
         for (long i = 0; i < num_tasks; i++) for (long g = 0; g < G; g++) {
             long t = tasks[i].t;
@@ -522,7 +539,7 @@ static Room room_for(const Model *m, long T) {
     long in = l->qkv->K, delta = l->o->N;           // an EAGLE head's qkv multiplies twice as much
     long wide = l->gate_up->N > l->qkv->N ? l->gate_up->N : l->qkv->N;
     long narrow = l->down->K > l->o->K ? l->down->K : l->o->K;
-    float *all = aligned_alloc(64, T * (in + delta + wide + narrow) * sizeof *all);
+    float *all = allocate(T * (in + delta + wide + narrow) * sizeof *all);
     return (Room){ all, all + T * in, all + T * (in + delta), all + T * (in + delta + wide) };
 }
 
@@ -658,39 +675,39 @@ void verify_drafts(const float *p, const float *q, const int64_t *drafted, const
 
 // ---- Probabilities, and all drafts of a lone text -----------------------------------------------
 
+// Whether all numbers are below ∞ and not below `lowest`.
+static int are_finite(const float *x, long n, float lowest) {
+    ints wrong = {0};
+    for (long i = 0; i < n; i += LANES) {
+        vec v = load_some(x + i, n - i, 0);
+        wrong |= ~((v < INFINITY) & (v >= lowest));
+    }
+    for (int i = 0; i < LANES; i++) if (wrong[i]) return 0;
+    return 1;
+}
+
 // softmax(x / t): [V], which may be x; of t = 0 the first of the largest. -> what it was divided
 // by: NaN, if x is not finite (masked: but for −∞).
 static float soften(const float *x, float *p, long V, float t, long masked) {
-    float most = -INFINITY, lowest = INFINITY, all = 0;
-    #pragma omp simd reduction(max:most) reduction(min:lowest)
-    for (long i = 0; i < V; i++) {
-        most = x[i] > most ? x[i] : most;
-        lowest = x[i] < lowest ? x[i] : lowest;
-    }
-    if (lowest == -INFINITY && !masked) return NAN;
+    float most = largest(x, V);
+    if ((t == 0 || !masked) && !are_finite(x, V, masked ? -INFINITY : -FLT_MAX)) return NAN;
     if (t == 0) {
         long first = 0;
-        while (first < V - 1 && x[first] != most) first++;
-        #pragma omp simd reduction(+:all)
-        for (long i = 0; i < V; i++) {
-            all += x[i] < INFINITY ? 0 : NAN;
-            p[i] = 0;
-        }
-        return p[first] = 1 + all + 0 * most;
+        while (x[first] != most) first++;
+        memset(p, 0, V * sizeof *p);
+        return p[first] = 1 + 0 * most;
     }
     double total = 0;   // of sums of 512: in a long sum of float32, small numbers are lost
     for (long at = 0; at < V; at += 512) {
-        long end = least(V, at + 512);
-        float sum = 0;
-        #pragma omp simd reduction(+:sum)
-        for (long i = at; i < end; i++) {
-            float z = (x[i] - most) / t, e = exponential(z);
-            p[i] = z < -87 ? 0 : e;
-            sum += p[i];
+        vec all = {0};
+        for (long i = at; i < least(V, at + 512); i += LANES) {
+            vec z = (load_some(x + i, V - i, 0) - most) / t;
+            store_some(p + i, (vec)(~(z < -87) & (ints)exponential(z)), V - i);
+            all += load_some(p + i, V - i, 0);
         }
-        total += sum;
+        total += sum(all);
     }
-    all = total;
+    float all = total;
     for (long i = 0; i < V; i++) p[i] /= all;
     return all;
 }
@@ -709,7 +726,7 @@ long soften_rows(const float *x, float *p, const double *t, long B, long V, long
 void drafts(const Model *m, float *x, const float *angles, const Step *step, long T, float t,
             const int64_t *streams, int64_t *drafted, float *q, long k, long V) {
     long C = m->head->K;
-    float *out = aligned_alloc(64, (T * C + m->head->N) * sizeof *out), *logits = out + T * C;
+    float *out = allocate((T * C + m->head->N) * sizeof *out), *logits = out + T * C;
     Step now = *step;
     for (long j = 0; j < k; j++) {
         layers(m, x, out, angles, &now, T, 0, 0, 0);
@@ -761,7 +778,7 @@ void head_drafts(const Head *h, float *z, const float *angles, const Step *step,
                  const int64_t *streams, int64_t *drafted, float *q, long k, long V) {
     const Model *m = &h->model;
     long C = m->head->K, n = m->head->N;
-    float *y = aligned_alloc(64, (C + n) * sizeof *y), *p = y + C;
+    float *y = allocate((C + n) * sizeof *y), *p = y + C;
     Step now = step ? *step : (Step){ 0 };
     for (long j = 0; j < k; j++) {
         if (!h->norm_output) add_norm(z, 0, m->norm, 0, y, 1, C, m->eps);

@@ -10,7 +10,8 @@ panel, and each has a lane of a register:
         for t in T:                     up to 6 rows of x at a time
             sum[t] += x[t, k] · w       after a stretch, at most 128 columns: y[t] += sum[t] · scale
 
-A lane holds a *unit*: one column of float32 or FP8, two of bfloat16 or INT8, eight of INT4 or NF4.
+A lane holds a *unit*: one column of float32 or FP8, two of bfloat16 or INT8 (on ARM four of INT8,
+where there is a dot product of four bytes), eight of INT4 or NF4.
 Floating point is multiplied as float32, of which bfloat16 is the upper half; FP8 is float16 with a
 smaller exponent, and NF4's look-up is a permutation of a register. INT8 and INT4 are multiplied as
 whole numbers: x becomes 16 bits, with a scale for each row and stretch, and the sums are exact.
@@ -27,7 +28,7 @@ Ctrl-C arrives before or after a call, as KeyboardInterrupt (`call`).
 
 Invariant: results are those of kernels.Ops up to the order of sums. A product's error is at most
 2e-5 of Σ|x||w|; beside INT8 and INT4, x is off by at most 2^-16 of the largest |x| of its stretch,
-too. NaN in FP8 makes NaN of its row of W.
+too (a little more on ARM). NaN in FP8 makes NaN of its row of W.
 
 Invariant: equal bits. A row of any operation here does not depend, to the bit, on the other rows of
 the step, or on threads: all loops add in one order for a row. So logits are a function of the text
@@ -38,7 +39,7 @@ CPUs with other instructions differ, because their registers have other lengths.
 
 Not covered: float64, float16 and gradients; groups that are no whole number of units, or are
 longer than 128 columns and no multiple of 128; a step of bfloat16 in one call; other systems than
-Linux.
+Linux. On macOS no C has run yet.
 
     T rows of x, tokens of a step · K in_features · N out_features · C hidden_size
     F intermediate_size · H, G query and key/value heads · D head_dim · V vocab_size
@@ -52,6 +53,7 @@ import os
 import platform
 import re
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -59,7 +61,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cpu.compiled import compile_library
+from cpu.compiled import compile_library, is_mac, private_folder
 from kernels import HeadNorm, Linear
 from quant import Kind, Quantized, nf4
 from sampling import Keyed, NotFinite, accept_role, column
@@ -71,13 +73,14 @@ if TYPE_CHECKING:
     from speculative import Proposal
 
 SOURCES = ("blocks.c", "products.c", "native.c")
+FLAGS = ("-O3", "-fno-math-errno", "-ffp-contract=off")  # no fused multiply-add but `fused`
 WITHOUT_C = "no C here, so this CPU is up to 5 times slower, and weights may take twice the memory"
 WIDE = 16  # rows of W in a panel
 STRETCH = 128  # columns of a sum
 KINDS = (torch.float32, torch.bfloat16, 8, 4, "nf4", "fp8")  # of weights, numbered as in blocks.c
 CACHED = (torch.float32, torch.bfloat16, torch.int8, torch.uint8)  # in caches, numbered likewise
-UNITS = {8: 2, 4: 8, "nf4": 8}  # columns of a unit, which must have one scale
-PAIRS = {8: torch.int16, torch.bfloat16: torch.int32}  # two columns, as one integer
+UNITS = {torch.bfloat16: 2, 4: 8, "nf4": 8}  # columns of a unit, which must have one scale
+INTEGERS = {2: torch.int16, 4: torch.int32}  # by their bytes
 SCALES = [torch.bfloat16, torch.float32, torch.float16]  # numbered as SCALE_… in blocks.c
 POINTER = ctypes.c_void_p
 LONG = ctypes.c_long
@@ -87,44 +90,76 @@ FLOAT = ctypes.c_float
 # ---- The library -------------------------------------------------------------------------------
 
 
+@dataclass
+class Loaded:
+    """The library; or None, and the reason in a few words."""
+
+    library: ctypes.CDLL | None
+    why_not: str = ""
+
+    def give_up(self, reason: str) -> None:
+        """Use no C from now on; a warning tells why."""
+        self.library = None
+        self.why_not = reason
+        warnings.warn(f"{WITHOUT_C}: {reason}")
+
+
 def library() -> ctypes.CDLL | None:
     """The compiled source, or None where it cannot be compiled."""
-    return load_library()[0]
+    return load_library().library
 
 
 def why_not() -> str:
     """Why there is no library, in a few words; empty if there is one."""
-    return load_library()[1]
+    return load_library().why_not
 
 
 @functools.cache
-def load_library() -> tuple[ctypes.CDLL | None, str]:
-    """The library and, if it is None, the reason; a warning tells it, too, unless the user has
-    turned C off."""
+def load_library() -> Loaded:
+    """The library, or None; a warning tells why, unless the user has turned C off."""
     if os.environ.get("LLAMA_NATIVE") == "0":
-        return None, "LLAMA_NATIVE=0"
+        return Loaded(None, "LLAMA_NATIVE=0")
+    loaded = Loaded(None)
     try:
-        return build_library(), ""
+        loaded.library = build_library()
     except OSError as error:
-        reason = " ".join(str(error).split())
-        warnings.warn(f"{WITHOUT_C}: {reason}")
-        return None, reason
+        loaded.give_up(" ".join(str(error).split()))
+    return loaded
+
+
+def distrust(operation: str) -> None:
+    """Use no C from now on, because this operation of it is wrong."""
+    load_library().give_up(
+        f"as compiled here, {operation} is wrong: set CC to another compiler, or update this one "
+        f"and remove {private_folder()}"
+    )
+
+
+def source() -> str:
+    """The program in C."""
+    folder = Path(__file__).parent
+    return "\n".join((folder / name).read_text(encoding="utf-8") for name in SOURCES)
 
 
 def build_library() -> ctypes.CDLL:
     """Compile, load and declare it. OSError: why there is none."""
-    if platform.system() != "Linux":
-        raise OSError(f"{platform.system()} is not Linux")
+    if platform.system() not in ("Linux", "Darwin"):
+        raise OSError(f"{platform.system()} is neither Linux nor macOS")
     openmp = openmp_library()
     if openmp is None:
         raise OSError("this PyTorch has no OpenMP threads to share")
-    flags = ["-O3", "-fopenmp", "-fno-math-errno"]
+    flags = [*FLAGS]
+    if is_mac():  # its compiler has no OpenMP, and the file of PyTorch's is not where its name says
+        flags += ["-Xclang", "-fopenmp", f"-I{Path(torch.__file__).parent}/include"]
+        linked = ["-lm"]
+        ctypes.CDLL(openmp, ctypes.RTLD_GLOBAL)  # so what is not linked is found
+    else:
+        flags.append("-fopenmp")
+        linked = [openmp, "-lm"]
     if not hasattr(ctypes.CDLL(openmp), "__kmpc_fork_call"):  # not LLVM's OpenMP
         flags.append("-DGNU_THREADS")
-    folder = Path(__file__).parent
-    source = "\n".join((folder / name).read_text(encoding="utf-8") for name in SOURCES)
-    lib = compile_library(source, flags, (openmp, "-lm"))
-    declare(lib, source)
+    lib = compile_library(source(), flags, linked)
+    declare(lib, source())
     table = (FLOAT * 16).in_dll(lib, "nf4")
     table[:] = nf4().tolist()
     return lib
@@ -135,6 +170,9 @@ def openmp_library() -> str | None:
 
     It is the file that is mapped where a function of OpenMP is, as libtorch_cpu finds it.
     """
+    if is_mac():
+        file = Path(torch.__file__).parent / "lib" / "libomp.dylib"
+        return str(file) if file.exists() else None
     mappings = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         addresses, *_, file = line.split(maxsplit=5)
@@ -226,8 +264,14 @@ def multiplies(weight: Tensor | Quantized, dtype: torch.dtype = torch.float32) -
     if w.values.device.type != "cpu" or library() is None:
         return False
     stretch = min(w.group, STRETCH)  # columns that are multiplied at a time
-    unit = UNITS.get(w.bits, 1)
-    return w.group % stretch == 0 and stretch % unit == 0
+    return w.group % stretch == 0 and stretch % unit_of(kind_of(w)) == 0
+
+
+def unit_of(kind: torch.dtype | Kind) -> int:
+    """Columns of a unit. Of INT8 the library tells: two or, where ARM multiplies quads, four."""
+    if kind == 8:
+        return LONG.in_dll(library(), "int8_columns").value
+    return UNITS.get(kind, 1)
 
 
 class Weight(Struct):
@@ -246,9 +290,11 @@ class Weight(Struct):
             values = values.view(torch.int8)
             has_nan = (values & 127 == 127).any(1, keepdim=True)
             scale = (256 * scale.float()).masked_fill_(has_nan, torch.nan)
-        if kind in PAIRS:
-            values = F.pad(values, (0, 1)) if q.columns % 2 else values.contiguous()
-            values = values.view(PAIRS[kind])
+        if kind in (8, torch.bfloat16):  # a unit becomes an integer
+            unit = unit_of(kind)
+            if q.columns % unit:
+                values = F.pad(values, (0, -q.columns % unit))
+            values = values.contiguous().view(INTEGERS[unit * values.itemsize])
         zero = q.zero
         common_zero = 0
         if zero is not None and is_one_whole_number(zero):
@@ -415,7 +461,7 @@ class Vectors(Struct):
 
     @classmethod
     def of(cls, store: Store) -> Vectors:
-        addresses = [part.data_ptr() for part in store.parts]
+        addresses = [address(part) for part in store.parts]
         numbers = store.parts[0]
         group = 2 * numbers.shape[4]  # D or more: a vector has one scale
         if store.bits == 4 and store.group:

@@ -23,8 +23,9 @@ typedef struct { const char *x; const Whole *whole; long K, row, bytes, stretche
 // Panels from first to last, times T rows of x -> y: [T, N], N whole panels.
 static void some_panels(const Weight *w, Rows x, float *y, long T, long N, long first, long last) {
     long kind = w->kind, unit = WIDE * BYTES[kind], stretch = least(w->group, STRETCH);
-    long tiles = parts(T, TILE), wide = PANELS(parts(T, tiles)), many = T > FEW[kind];
-    float *room = many ? aligned_alloc(64, PANELS(1) * STRETCH * WIDE * sizeof *room) : 0;
+    long tiles = parts(T, WHOLE[kind] ? TILE_WHOLE : TILE), many = T > FEW[kind];
+    long wide = PANELS(parts(T, tiles));
+    float *room = many ? allocate(PANELS(1) * STRETCH * WIDE * sizeof *room) : 0;
     for (long p = first, P; p < last; p += P) {
         P = last - p < wide ? 1 : wide;
         for (long k = 0, columns; k < x.K; k += columns) {
@@ -33,7 +34,7 @@ static void some_panels(const Weight *w, Rows x, float *y, long T, long N, long 
                 a.runs = least((x.K - k) / stretch, STRETCH / stretch);
             if (a.runs < 1) a.runs = 1;                                 // the last is a short one
             columns = a.runs * stretch;
-            a.x = x.x + k * x.bytes, a.row = x.row * x.bytes / 4;
+            a.x = x.x + k * x.bytes, a.row = WHOLE[kind] ? x.row / COLUMNS_whole : x.row;
             a.whole = x.whole + k / stretch, a.stretches = x.stretches;
             a.y = y + p * WIDE, a.N = N, a.first = k == 0, a.far = a.panel;
             // To fetch: what is read later, of these panels or, beyond their end, of the next ones.
@@ -71,7 +72,7 @@ INLINE uint16_t row_scale(const float *x, long n, float top) {
 // The nearest number of E4M3, ties to even: 3 bits behind the leading one, and no step below 2^-9.
 INLINE float to_e4m3(float x) {
     union { float f; uint32_t i; } u = { fabsf(x) < 0x1p-6f ? 0x1p-6f : x }, step;
-    step.i = (u.i >> 23 & 255) - 3 << 23;
+    step.i = ((u.i >> 23 & 255) - 3) << 23;
     return rintf(x / step.f) * step.f;
 }
 
@@ -86,8 +87,9 @@ static void arrange(const Weight *w, const float *x, float *to) {
     }
 }
 
-// Whole numbers of a stretch of x, [n]: q = round(x / scale), scale = max |x| / 32767. What is not
-// finite makes a scale of NaN.
+// Whole numbers of a stretch of x, [n]: q = round(x / scale), scale = max |x| / LARGEST. What is
+// not finite makes a scale of NaN.
+static const float LARGEST = QUADS ? 127 * 256 + 127 : 32767;           // of low + 256 high
 static Whole to_whole(const float *x, int16_t *q, long n) {
     float most = 0, bad = 0;
     int32_t total = 0;
@@ -96,14 +98,31 @@ static Whole to_whole(const float *x, int16_t *q, long n) {
         most = fabsf(x[i]) > most ? fabsf(x[i]) : most;
         bad += 0 * x[i];
     }
-    float by = most > 1e-30f ? 32767 / most : 0;
+    float by = most > 1e-30f ? LARGEST / most : 0;
     #pragma omp simd reduction(+:total)
     for (long i = 0; i < n; i++) {
         int32_t one = (int32_t)rintf(x[i] * by);
         q[i] = one;
         total += one;
     }
-    return (Whole){ most / 32767 + bad, total };
+    return (Whole){ most / LARGEST + bad, total };
+}
+
+// Where column i of a unit lies among its bytes: INT4's hold columns 0 4 1 5, then 2 6 3 7.
+INLINE long byte_of(long kind, long i) { return kind == I4 ? i % 4 * 2 + i / 4 : i; }
+
+// Whole numbers of a row of x, [n], as quads: low bytes of four columns, then their high ones.
+static void make_quads(int16_t *q, long n, long kind) {
+    long unit = COLUMNS[kind];
+    for (long k = 0; k < n; k += unit, q += unit) {
+        int8_t quads[2][2][4];
+        for (long i = 0; i < unit; i++) {
+            long b = byte_of(kind, i);
+            int8_t low = q[i];
+            quads[b / 4][0][b % 4] = low, quads[b / 4][1][b % 4] = (q[i] - low) / 256;
+        }
+        memcpy(q, quads, unit * sizeof *q);
+    }
 }
 
 // The threads of a loop wait for each other: where another program interrupts one, all wait. After
@@ -143,7 +162,7 @@ void product(const float *x, const Weight *w, float *y, long T) {
     long row = parts(K, COLUMNS[w->kind]) * COLUMNS[w->kind], bytes = whole ? 2 : 4;
     long stretch = least(w->group, STRETCH), stretches = parts(K, stretch);
     long ordered = w->order || w->input_bits == 8, moves = whole || ordered || row != K;
-    float *full = N % WIDE ? aligned_alloc(64, T * panels * WIDE * sizeof *full) : y;
+    float *full = N % WIDE ? allocate(T * panels * WIDE * sizeof *full) : y;
     char *moved = moves ? calloc(T, row * bytes) : 0;
     Whole *wholes = whole ? malloc(T * stretches * sizeof *wholes) : 0;
     #pragma omp parallel for if (moves && T * K > 1 << 13)
@@ -155,6 +174,7 @@ void product(const float *x, const Weight *w, float *y, long T) {
         if (!whole) memcpy(to, from, K * sizeof *from);
         else for (long k = 0, i = t * stretches; k < K; k += stretch, i++)
             wholes[i] = to_whole(from + k, (int16_t *)to + k, least(K - k, stretch));
+        if (whole && QUADS) make_quads((int16_t *)to, row, w->kind);
     }
     Rows all = { moves ? moved : (const char *)x, wholes, K, row, bytes, stretches };
     long began = now(), first = INT64_MAX, last = 0;
@@ -182,6 +202,7 @@ void product(const float *x, const Weight *w, float *y, long T) {
 long rows(const Weight *w, const int64_t *which, float *out, long R) {
     float room[STRETCH * WIDE] __attribute__((aligned(64)));
     const int16_t *pairs = (const int16_t *)room;
+    const int8_t *quads = (const int8_t *)room;
     long K = w->K, stretch = least(w->group, STRETCH);
     for (long r = 0; r < R; r++, out += K) {
         if (which[r] < 0 || which[r] >= w->N) return r + 1;
@@ -192,7 +213,9 @@ long rows(const Weight *w, const int64_t *which, float *out, long R) {
                 : ((const int16_t *)a.zero)[lane];
             unfold[w->kind](&a, 1, room);
             for (long i = 0; i < n; i++) {
-                float q = pairs[(i / 2 * WIDE + lane) * 2 + i % 2];
+                long b = i / 8 * 8 + byte_of(w->kind, i % 8);
+                float q = QUADS ? quads[(b / 4 * WIDE + lane) * 4 + b % 4]
+                    : pairs[(i / 2 * WIDE + lane) * 2 + i % 2];
                 float value = WHOLE[w->kind] ? q - zero : room[i * WIDE + lane];
                 out[w->order ? w->order[k + i] : k + i] = value * scale;
             }

@@ -94,6 +94,22 @@ def test_a_march_is_the_one_that_is_asked_for(monkeypatch):
     assert compiled.compile_library(source).one() == 1
 
 
+@pytest.mark.parametrize(
+    "machine, system, features, march",
+    [
+        ("x86_64", "Linux", "flags : fpu avx2", "native"),
+        ("aarch64", "Linux", "Features : fp asimd cpuid", "armv8-a"),  # Raspberry Pi 4
+        ("aarch64", "Linux", "Features : fp asimd asimddp sve i8mm", "armv8.2-a+dotprod"),
+        ("arm64", "Darwin", "", "armv8.2-a+dotprod"),
+    ],
+)
+def test_on_arm_features_are_named(machine, system, features, march, monkeypatch):
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(platform, "system", lambda: system)
+    monkeypatch.setattr(compiled, "cpu_features", lambda: features)
+    assert compiled.this_cpu() == march
+
+
 def test_a_folder_that_others_can_write_to_is_refused(folder, tmp_path, monkeypatch):
     assert more() == 1
     for mode in (0o720, 0o702, 0o777):

@@ -9,6 +9,7 @@ results of that CPU.
 import os
 import platform
 import re
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,17 @@ INSTRUCTIONS = {  # a flag of Linux, or a name for LLAMA_MARCH -> our name, the 
     "skylake-avx512": "avx512",
     "avx2": "avx2",
     "x86-64-v3": "avx2",
+    "asimddp": "neon-dotprod",
+    "dotprod": "neon-dotprod",
     "asimd": "neon",
+    "armv8-a": "neon",
+}
+ARM = {  # what Linux says in place of a name: implementer and part
+    ("0x41", "0xd0b"): "Cortex-A76",
+    ("0x41", "0xd0c"): "Neoverse-N1",
+    ("0x41", "0xd40"): "Neoverse-V1",
+    ("0x41", "0xd49"): "Neoverse-N2",
+    ("0x41", "0xd4f"): "Neoverse-V2",
 }
 
 
@@ -40,18 +51,25 @@ def processor(on_gpu: bool = False) -> str:
     """The GPU's name, or the CPU's."""
     if on_gpu:
         return torch.cuda.get_device_name()
-    return cpu_info("model name") or platform.machine()
+    if platform.system() == "Darwin":
+        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    implementer = cpu_info("CPU implementer")
+    part = cpu_info("CPU part")
+    known = ARM.get((implementer, part), f"{platform.machine()} {implementer} {part}")
+    return cpu_info("model name") or known.strip()
 
 
 def instruction_set(on_gpu: bool = False) -> str:
-    """The widest instructions that products use; empty for a GPU, or if they are unknown."""
+    """The widest instructions that products use, or the kind of CPU; empty for a GPU alone."""
     if on_gpu:
         return ""
     if os.environ.get("LLAMA_NATIVE") == "0":
         return "no-c"
     flags = cpu_info("flags") or cpu_info("Features")
-    known = (os.environ.get("LLAMA_MARCH") or flags).split()
-    return next((name for flag, name in INSTRUCTIONS.items() if flag in known), "")
+    known = re.split(r"[\s+]+", os.environ.get("LLAMA_MARCH") or flags)
+    found = [name for flag, name in INSTRUCTIONS.items() if flag in known]
+    return found[0] if found else platform.machine()
 
 
 def identity(on_gpu: bool = False) -> dict[str, str]:

@@ -1,5 +1,8 @@
 """The machine: its instruction set belongs to its results; the stopwatch takes medians."""
 
+import platform
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -30,8 +33,34 @@ def test_cpus_of_one_name_with_other_instructions_have_files_of_their_own(cpu):
         "results/amd-epyc-avx2.json",
         "results/amd-epyc-avx512.json",
         "results/amd-epyc-avx512-vnni.json",
-        "results/amd-epyc.json",
+        f"results/amd-epyc-{platform.machine().replace('_', '-')}.json",
     ]
+
+
+@pytest.mark.parametrize(
+    "implementer, part, features, file",
+    [
+        ("0x41", "0xd0c", "fp asimd asimddp", "neoverse-n1-neon-dotprod"),
+        ("0x41", "0xd4f", "fp asimd asimddp sve i8mm", "neoverse-v2-neon-dotprod"),
+        ("0x41", "0xd08", "fp asimd", "aarch64-0x41-0xd08-neon"),  # one whose name is not known
+    ],
+)
+def test_an_arm_has_its_name_and_instructions(cpu, implementer, part, features, file, monkeypatch):
+    """Linux tells numbers."""
+    lines = f"Features\t: {features}\nCPU implementer\t: {implementer}\nCPU part\t: {part}\n"
+    machine.CPUINFO.write_text(lines)
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    assert machine.results_file().stem == file
+    monkeypatch.setenv("LLAMA_MARCH", "armv8.2-a+dotprod")
+    assert machine.instruction_set() == "neon-dotprod"
+
+
+def test_a_mac_is_no_gpu(cpu, monkeypatch):
+    printed = SimpleNamespace(stdout="Apple M2\n")
+    monkeypatch.setattr(machine.subprocess, "run", lambda *args, **named: printed)
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(platform, "machine", lambda: "arm64")
+    assert machine.identity() == {"machine": "Apple M2", "instructions": "arm64"}
 
 
 def test_a_machine_that_is_held_down_writes_the_file_of_the_older_cpu(cpu, monkeypatch):

@@ -1,0 +1,175 @@
+"""Whether C computes what the plain definitions say: each operation, once, on a ragged example.
+
+A compiler can be wrong. GCC 12 loses the sum of a softmax on ARM with SVE, and every token that is
+drawn becomes token 0. So after C is compiled, and whenever it is loaded, its results are compared
+with those of kernels.Ops, in less than 10 ms. If one is wrong, no C is used (cpu/__init__.py).
+
+The example has each kind of weights, keys and values that C reads, and no size is a multiple of a
+register's: a lane too many or too few shows. The bound is wide, because a wrong instruction changes
+the first digits.
+
+Invariant: no generator of random numbers is touched.
+Not covered: passes and drafts of one call, which call the same functions; wrong C that does not
+return.
+
+    T rows of x · N, K rows and columns of W · G key/value heads · D head size · V vocab_size
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels import HeadNorm, Linear, Ops
+from kvcache import AttentionMetadata, Cache, KVSpec, SequenceSlice
+from quant import FORMATS, Quantized, quantize
+from sampling import Keyed
+from speculative import verify_block
+
+BOUND = 1e-3  # of an error's norm, beside the norm of what is right
+N = 70  # five panels
+K = 149  # more than a stretch
+ROWS = (1, 2, 3, 4, 5, 6, 33)  # of x: each number up to 6 has code of its own, and so have many
+G = 2
+D = 18
+STEPS = ((0, 140), (140, 145))  # new tokens of a text: many; few, which look back
+KEYS_AND_VALUES = (
+    ((16, 8), torch.float32),
+    ((4, 16), torch.bfloat16),
+    ((8, 4), torch.float32),
+)
+V = 600
+PLAIN = Ops()
+
+
+class Trial(NamedTuple):
+    operation: str
+    result: Tensor
+    wanted: Tensor
+
+
+@torch.inference_mode()
+def first_wrong(ops: Ops) -> str:
+    """The first operation that is not what kernels.Ops says; empty if there is none."""
+    for trial in chain(products(ops), between_products(ops), attentions(ops), sampled(ops)):
+        wanted = trial.wanted.float()
+        error = (trial.result - wanted).norm()
+        if not error <= BOUND * wanted.norm():  # it may be NaN
+            return trial.operation
+    return ""
+
+
+def waves(*shape: int) -> Tensor:
+    """Numbers between −1 and 1, no two alike."""
+    n = torch.arange(1.0, 1 + prod(shape))
+    x = 2 * (0.618034 * n).frac() - 1
+    return x.view(shape)
+
+
+def weights() -> dict[str, Tensor | Quantized]:
+    """[N, K], of each kind, with each kind of scales and zeros."""
+    w = waves(N, K)
+    kinds = {f"{bits}": quantize(w, bits, 32) for bits in FORMATS}
+    eight = kinds["8"]
+    four = kinds["4"]
+    zeros = 9 * torch.arange(N, dtype=torch.int16)[:, None]  # some are beyond 255
+    one_zero = torch.full_like(four.zero, 7)
+    backwards = torch.arange(K).flip(0)
+    return {
+        "float32": w,
+        "bfloat16": w.bfloat16(),
+        **kinds,
+        "8, zeros": eight._replace(zero=zeros),
+        "8, input 8": eight._replace(input_bits=8),
+        "fp8, input 8": kinds["fp8"]._replace(input_bits=8),
+        "4, one zero": four._replace(zero=one_zero),
+        "4, fractions": four._replace(zero=four.zero + 0.3),
+        "4, order": four._replace(scale=four.scale.half(), order=backwards),
+    }
+
+
+def products(ops: Ops) -> Iterator[Trial]:
+    """Of each number of rows; and rows of W."""
+    x = waves(max(ROWS), K)
+    bias = waves(N)
+    tokens = torch.arange(N)
+    same = torch.cat([torch.arange(T) for T in ROWS])  # the row of x of each result
+    for name, weight in weights().items():
+        packed = ops.pack_weight(Linear(weight, bias), x.dtype, "embed")
+        plain = PLAIN.embed(tokens, Linear(weight), x.dtype).float()
+        rows = ops.embed(tokens[-3:], packed, x.dtype)
+        yield Trial(f"look-up (weights: {name})", rows, plain[-3:])
+        if "input" in name:  # x is rounded, too
+            plain = weight
+        wanted = PLAIN.linear(x, Linear(plain, bias))
+        ys = [ops.linear(x[:T], packed) for T in ROWS]
+        yield Trial(f"product (weights: {name})", torch.cat(ys), wanted[same])
+
+
+def between_products(ops: Ops) -> Iterator[Trial]:
+    x = waves(3, 2 * D)
+    for delta in (None, x.flip(1)):
+        result = ops.add_norm(x, delta, x[0], 1e-5)
+        wanted = PLAIN.add_norm(x, delta, x[0], 1e-5)
+        yield Trial("RMSNorm", torch.cat(result), torch.cat(wanted))
+    gate_up = Linear(waves(2 * K, 2 * D))
+    packed = ops.pack_weight(gate_up, x.dtype, "gate_up")
+    yield Trial("SwiGLU", ops.swiglu(x, packed), PLAIN.swiglu(x, gate_up))
+
+
+def attentions(ops: Ops) -> Iterator[Trial]:
+    """Over keys and values of each width; in plain torch the text is read at once."""
+    T = STEPS[-1][1]
+    qkv = waves(T, 4 * G, D)  # two query heads read a head of keys
+    for bits, dtype in KEYS_AND_VALUES:
+        spec = KVSpec(1, G, D, dtype=dtype, bits=bits)
+        result = attended(ops, spec, qkv, STEPS)
+        wanted = attended(PLAIN, spec, qkv, [(0, T)])
+        yield Trial(f"attention (bits of keys and values: {bits})", result, wanted)
+
+
+def attended(ops: Ops, spec: KVSpec, qkv: Tensor, steps: Sequence[tuple[int, int]]) -> Tensor:
+    """What the tokens of a text see that is read in these steps: [T, 2 G, D]."""
+    cache = Cache(
+        spec,
+        num_blocks=2,
+        block_size=100,
+        max_len=200,
+        ops=ops,
+    )
+    cos, sin = waves(2, len(qkv), 1, D // 2)
+    weight = waves(2 * D)
+    norm = HeadNorm(weight, eps=1e-5)
+    results = []
+    for start, stop in steps:
+        new = slice(start, stop)
+        rope = cos[new], sin[new]
+        slices = [SequenceSlice([1, 0], start, stop)]
+        metadata = AttentionMetadata(slices, cache.block_size, cache)
+        out = ops.attend(qkv[new], G, rope, metadata, 0, norm)
+        results.append(out)
+    return torch.cat(results)
+
+
+def sampled(ops: Ops) -> Iterator[Trial]:
+    """Probabilities, and what is drawn from them."""
+    logits = 4 * waves(9, V)
+    logits[1, 5] = -torch.inf
+    temperature = torch.tensor([0.7, 1, 0]).repeat(3)
+    result = ops.probabilities(logits, temperature=temperature)
+    probs = PLAIN.probabilities(logits, temperature=temperature)
+    yield Trial("softmax", result, probs)
+    coin = Keyed(torch.arange(9), torch.arange(9))
+    yield Trial("pick", ops.pick(probs, coin.streams), coin.pick(probs))
+    coin = coin[:3]
+    p = probs.view(3, 3, V)
+    q = (p + p.roll(1, 0)) / 2
+    q[:, -1] = 0  # behind the last draft
+    drafted = p.argmax(-1)[:, :-1]
+    drafted[0, 1] = 0
+    result = ops.verify_block(p, q, drafted, coin)
+    wanted = verify_block(p, q, drafted, coin)
+    yield Trial("verify", torch.cat(result), torch.cat(wanted))
