@@ -87,7 +87,8 @@ LARK_WORDS = re.compile(
     r"|(?P<pattern>/(?:\\.|[^/\\])*/)"  # a regular expression
     r"|(?P<control><)"  # the beginning of a control token's name
     r"|(?P<name>\w\s*:)"  # the end of a rule's or a terminal's name
-    r"|(?P<inline>%(?:json|regex))"  # a grammar of another notation
+    r"|(?P<json>%json\s*)"  # what comes before a JSON schema
+    r"|(?P<regex>%regex)"  # what comes before a regular expression
 )
 
 
@@ -208,11 +209,8 @@ def check_cost(grammar: Grammar) -> None:
         num_characters = sum(map(len, patterns_of(json.loads(text))))
     if grammar.notation == "grammar":
         words = list(LARK_WORDS.finditer(text))
-        kinds = Counter(word.lastgroup for word in words)
-        num_names = kinds["name"]
-        num_characters = sum(len(word["pattern"] or "") for word in words)
-        if kinds["inline"]:  # any part of the text may be a regular expression
-            num_characters = len(text)
+        num_names = sum(bool(word["name"]) for word in words)
+        num_characters = num_pattern_characters(text, words)
     for size, most, unit in (
         (num_characters, MAX_PATTERN_CHARACTERS, "characters of regular expressions"),
         (num_names, MAX_NAMES, "rules and terminals"),
@@ -222,6 +220,21 @@ def check_cost(grammar: Grammar) -> None:
                 f"{grammar.notation} {brief(text, 100)} has {size:,} {unit}: at most {most:,} are "
                 "compiled; shorten it"
             )
+
+
+def num_pattern_characters(lark: str, words: Sequence[re.Match[str]]) -> int:
+    """Characters of regular expressions in a grammar, which has these LARK_WORDS."""
+    if any(word["regex"] for word in words):
+        return len(lark)  # any part of it may be a regular expression
+    count = sum(len(word["pattern"] or "") for word in words)
+    for word in words:
+        if word["json"]:
+            try:
+                schema, _ = json.JSONDecoder().raw_decode(lark, word.end())
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"a %json in the grammar is no JSON: {brief(error)}") from None
+            count += sum(map(len, patterns_of(schema)))
+    return count
 
 
 def patterns_of(schema: Any) -> Iterator[str]:

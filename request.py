@@ -23,7 +23,7 @@ from tokenizer import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-Message = dict[str, str]  # {"role": …, "content": …}
+Message = dict[str, Any]  # {"role": …, "content": …}
 Show = Callable[[str, str], None]  # gets a piece of text, and the origin of its last token
 
 

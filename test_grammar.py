@@ -581,6 +581,8 @@ WRONG = [  # setting, value, what is told
     ("choice", [], "must be a text"),
     ("choice", ["a", ""], "none of them empty"),
     ("grammar", "start: one", "cannot be met"),
+    ("grammar", 'start: %json {"type', "%json in the grammar is no JSON"),
+    ("grammar", "start: %json " + "[" * 10_000, "%json in the grammar is no JSON"),
     ("grammar", 'start: "x" <[3]>', "names a control token"),
     ("grammar", "start: <|endoftext|>", "names a control token"),
 ]
@@ -659,8 +661,13 @@ BOUNDS = [  # what is compiled; what is one more than that; what is told of it
         "of regular expressions",
     ),
     (
-        dict(grammar='start: "a"'),
-        dict(grammar='start: %json {"pattern": "' + "a" * PATTERN + '"}'),
+        dict(grammar='start: %json {"title": "' + "a" * PATTERN + '", "pattern": "a"}'),
+        dict(grammar='start: %json {"pattern": "' + "a" * PATTERN + '"} /a/'),
+        "of regular expressions",
+    ),
+    (
+        dict(grammar='start: %regex {"substring_chars": "a"}'),
+        dict(grammar='start: %regex {"substring_chars": "' + "a" * PATTERN + '"}'),
         "of regular expressions",
     ),
     (

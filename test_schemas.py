@@ -140,11 +140,11 @@ def check(schema: dict[str, Any], result: Result) -> None:
 def generate_each(
     model: Model, batch: list[dict[str, Any]], draft: Draft | None, coupled: bool, max_tokens: int
 ) -> list[Result]:
-    """A text for each schema, all in one batch."""
+    """A text for each of these settings, all in one batch."""
     streams = []
-    for i, schema in enumerate(batch):
+    for i, follows in enumerate(batch):
         gamma = None if draft is None else 1 + i % 4
-        chosen = Settings(1.0, seed=i, max_tokens=max_tokens, gamma=gamma, schema=schema)
+        chosen = Settings(1.0, seed=i, max_tokens=max_tokens, gamma=gamma, **follows)
         request = model.request("Once upon a time", chosen, chat=False)
         streams.append(OutputStream(model.tokenizer, request, "", index=i))
     max_len = max_tokens + 20
@@ -157,29 +157,37 @@ def generate_each(
     return sorted(engine.serve(streams), key=lambda result: result.index)
 
 
-def run_schemas(
-    model: Model, drafts: list[Draft | None], count: int, max_tokens: int = 200
-) -> Counter[str]:
-    """A text of each of `count` schemas -> how many ended for which reason."""
-    reasons = Counter[str]()
-    waiting = random_schemas(count)
+def generate_in_turns(
+    model: Model, drafts: list[Draft | None], waiting: list[dict[str, Any]], max_tokens: int = 200
+) -> list[Result]:
+    """A text for each of these settings, with each draft and in both modes of verification."""
     turns = [(draft, coupled) for coupled in (False, True) for draft in drafts]
+    results = []
     for turn, first in enumerate(range(0, len(waiting), BATCH)):
-        batch = waiting[first : first + BATCH]
         draft, coupled = turns[turn % len(turns)]
-        results = generate_each(model, batch, draft, coupled, max_tokens)
-        for schema, result in zip(batch, results, strict=True):
-            check(schema, result)
-            reasons[result.finish_reason] += 1
-    return reasons
+        batch = waiting[first : first + BATCH]
+        results += generate_each(model, batch, draft, coupled, max_tokens)
+    return results
+
+
+def run_schemas(model: Model, drafts: list[Draft | None], count: int) -> Counter[str]:
+    """A text of each of `count` schemas -> how many ended for which reason."""
+    waiting = random_schemas(count)
+    results = generate_in_turns(model, drafts, [dict(schema=schema) for schema in waiting])
+    for schema, result in zip(waiting, results, strict=True):
+        check(schema, result)
+    return Counter(result.finish_reason for result in results)
+
+
+def every_draft(model: Model) -> list[Draft | None]:
+    return [None, *(load_draft(name, model) for name in ("tiny-draft", "ngram", "tiny-eagle"))]
 
 
 def test_texts_of_random_schemas_validate(monkeypatch):
     """And texts without masks are found out."""
     model = Model.load("tiny", "cpu")
-    drafts = [None, *(load_draft(name, model) for name in ("tiny-draft", "ngram", "tiny-eagle"))]
     count = 48 + 12 * TIMES
-    assert run_schemas(model, drafts, count)["stop"] > count / 2
+    assert run_schemas(model, every_draft(model), count)["stop"] > count / 2
     monkeypatch.setattr(grammar, "forbid", lambda logits, rows, masks: logits)
     with pytest.raises(AssertionError):
         run_schemas(model, [None], 16)

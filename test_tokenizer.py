@@ -520,6 +520,27 @@ def test_control_tokens_are_left_out_of_a_text_unless_asked_for(loaded):
             tok.decode([id])
 
 
+def test_tags_of_calls_are_text_though_special(tmp_path):
+    tags = {"<tool_call>": 300, "</tool_call>": 301}
+    bytes_ = {c: id for id, c in enumerate(ALPHABET)}
+    tok = load(tmp_path, bytes_, [], special={**tags, "<|end|>": 302})
+    assert tok.decode([300, 302, 301]) == "<tool_call></tool_call>"
+
+
+def test_a_conversation_with_tools_may_have_a_template_of_its_own(loaded):
+    vocabulary = loaded["gpt2"]._vocabulary
+    message = {"role": "user", "content": "a"}
+    for templates, wanted in (
+        (("b{{ messages[0].content }}", "c{{ messages[0].content }}"), "ca"),
+        (("b{{ messages[0].content }}", None), "ba"),
+        ((None, "c{{ messages[0].content }}"), "ca"),
+    ):
+        tok = Tokenizer(vocabulary, *templates)
+        assert tok.decode(tok.chat([message], tools=[])) == wanted
+        if templates[0] is not None:
+            assert tok.decode(tok.chat([message])) == "ba"
+
+
 def test_a_raw_prompt_means_the_control_tokens_that_it_spells_if_asked_for(tmp_path, loaded):
     tok = loaded["gpt2"]
     text = "a<|start|><|endless|> b<|end"

@@ -31,7 +31,13 @@ from time import thread_time
 import tiktoken
 
 from checkpoint.bytelevel import SECONDS, ByteLevel, read_byte_level
-from checkpoint.chat import ChatTemplate, checked_template, load_template, replace_surrogates
+from checkpoint.chat import (
+    ChatTemplate,
+    Message,
+    checked_template,
+    load_template,
+    replace_surrogates,
+)
 from checkpoint.files import Json, read_json
 from checkpoint.gguf import GGUF
 from checkpoint.gguf_vocabulary import read_gguf_vocabulary
@@ -109,9 +115,15 @@ class IncrementalDecoder:
 
 class Tokenizer:
     """Text to tokens and back. specials: the control tokens, text -> id. eos_token_id: of the token
-    that tokenizer_config.json names, or None. chat_template: its source, or None."""
+    that tokenizer_config.json names, or None. chat_template, tool_template: their sources, or None;
+    the latter is for conversations with tools."""
 
-    def __init__(self, vocabulary: Vocabulary, template: str | None = None) -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        template: str | None = None,
+        tool_template: str | None = None,
+    ) -> None:
         self._vocabulary = vocabulary
         self.specials = vocabulary.special
         self.vocab_size = max(vocabulary.tokens) + 1
@@ -124,9 +136,12 @@ class Tokenizer:
         self._bpe = bpe(vocabulary.merges)
         self.missing_bytes = self._bpe.missing_bytes
         self.chat_template = template
-        self._chat: ChatTemplate | None = None
-        if template is not None:
-            self._chat = ChatTemplate(vocabulary, template)
+        self.tool_template = tool_template or template
+        self._templates = {
+            source: ChatTemplate(vocabulary, source)
+            for source in (template, tool_template)
+            if source is not None
+        }
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
@@ -135,10 +150,13 @@ class Tokenizer:
         path = Path(path)
         if is_gguf(path):
             gguf = GGUF.open(path)
-            template = gguf.metadata.get("tokenizer.chat_template")
-            return cls(read_gguf_vocabulary(gguf), checked_template(path, template))
+            key = "tokenizer.chat_template"
+            sources = [gguf.metadata.get(name) for name in (key, f"{key}.tool_use")]
+            templates = [checked_template(path, source) for source in sources]
+            return cls(read_gguf_vocabulary(gguf), *templates)
         config = read_tokenizer_config(path)
-        return cls(load_vocabulary(path, config), load_template(path, config))
+        templates = [load_template(path, config, name) for name in ("default", "tool_use")]
+        return cls(load_vocabulary(path, config), *templates)
 
     def of_model(self, num_rows: int) -> "Tokenizer":
         """This tokenizer for a model of so many rows. Some training adds tokens that its model then
@@ -199,19 +217,22 @@ class Tokenizer:
 
     def chat(
         self,
-        messages: list[dict[str, str]],
+        messages: list[Message],
         add_generation_prompt: bool = True,
         enable_thinking: bool | None = None,
+        tools: list[Json] | None = None,
     ) -> list[int]:
         """The tokens of a conversation, [{"role": …, "content": …}, …], by the template, which may
         know enable_thinking."""
-        if self._chat is None:
+        source = self.chat_template if tools is None else self.tool_template
+        if source is None:
             raise UserError(
                 f"{self._vocabulary.file}: there is no chat template; use a text, or a folder with "
                 "a chat_template.jinja"
             )
         encode = partial(self._bpe.encode, ends=thread_time() + SECONDS)
-        return self._chat.tokens(messages, add_generation_prompt, encode, enable_thinking)
+        template = self._templates[source]
+        return template.tokens(messages, add_generation_prompt, encode, enable_thinking, tools)
 
     # ---- Tokens to text
 

@@ -31,6 +31,7 @@ sys.path.insert(0, str(ROOT))
 import torch
 from checks import require
 
+from app.test_tools import with_tools
 from generate import Model, generate
 
 OPENINGS = ["Once upon a time", "Lily saw", "Tom had a red ball", "One day", "The dog", "Mom said"]
@@ -382,18 +383,76 @@ stream.close()  # cancels
 time.sleep(0.3)
 """
 
+TOOLS = """
+import sys
+from typing import Literal
+import openai
+from pydantic import BaseModel, Field
 
-def check_openai(programs: Path, port: int, wanted: str) -> None:
+class Add(BaseModel):
+    a: int = Field(ge=0, le=99)
+    b: int = Field(ge=0, le=99)
+
+class Say(BaseModel):
+    word: Literal["dog", "cat"]
+
+client = openai.OpenAI(base_url=f"http://127.0.0.1:{sys.argv[1]}/v1", api_key="none", max_retries=0)
+tools = [openai.pydantic_function_tool(Add), openai.pydantic_function_tool(Say)]
+body = dict(model=client.models.list().data[0].id, tools=tools, temperature=0)
+messages = [{"role": "user", "content": "Tom has a dog."}]
+named = {"type": "function", "function": {"name": "Add"}}
+for choice in ("required", named):
+    how = body | dict(messages=messages, tool_choice=choice, parallel_tool_calls=False)
+    at_once = client.chat.completions.create(**how).choices[0]
+    with client.chat.completions.stream(**how) as stream:
+        parts = [event for event in stream if event.type == "tool_calls.function.arguments.delta"]
+        streamed = stream.get_final_completion().choices[0]
+    assert at_once.finish_reason == streamed.finish_reason == "tool_calls" and parts
+    (call,) = streamed.message.tool_calls
+    (other,) = at_once.message.tool_calls
+    assert call.function.arguments == other.function.arguments
+    arguments = call.function.parsed_arguments  # by pydantic
+    told = arguments.word if isinstance(arguments, Say) else arguments.a + arguments.b
+    print(call.function.name, call.function.arguments, told)
+    messages += [streamed.message, {"role": "tool", "tool_call_id": call.id, "content": str(told)}]
+assert call.function.name == "Add"
+how = body | dict(messages=messages, max_tokens=12)  # auto
+text = client.chat.completions.create(**how).choices[0].message.content
+chunks = client.chat.completions.create(**how, stream=True)
+assert text == "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+print(text)
+"""
+
+
+def run_openai(programs: Path, code: str, *arguments: str) -> str:
+    """What a program with the openai package prints."""
     python = programs / "python"
     has_openai = [python, "-c", "import openai"]
     if not python.exists() or subprocess.run(has_openai, capture_output=True).returncode:
         print("the openai package is not installed: left out")
-        return
+        return ""
     done = subprocess.run(
-        [python, "-c", OPENAI, str(port), wanted], capture_output=True, text=True, timeout=60
+        [python, "-c", code, *arguments], capture_output=True, text=True, timeout=60
     )
     require(done.returncode == 0, f"the openai package\n{done.stderr[-2000:]}".strip())
-    print("     ", done.stdout.strip())
+    return done.stdout.strip()
+
+
+def check_tools(programs: Path) -> None:
+    """Calls in a loop, with a draft and without, of a model that writes tags, and of one that does
+    not."""
+    for is_tagged in (True, False):
+        with tempfile.TemporaryDirectory() as folder:
+            target = with_tools(Path(folder, "tiny"), is_tagged)
+            told = []
+            for draft in ([], ["--draft", "tiny-eagle"]):
+                with server("--dtype", "float64", "--target", str(target), *draft) as (_, port):
+                    told.append(run_openai(programs, TOOLS, str(port)))
+        require(told[0] == told[1], f"calls, with a draft and without: {told[0]!r}")
+
+
+def check_openai(programs: Path, port: int, wanted: str) -> None:
+    print("     ", run_openai(programs, OPENAI, str(port), wanted))
     running = asyncio.run(metrics(port))["vllm:num_requests_running"]
     require(running == 0, "a stream that the openai package closes is cancelled")
 
@@ -555,6 +614,7 @@ def main() -> int:
         asyncio.run(check_crowd(process, port, min(15, seconds), free, KINDS))
     with server("--dtype", "float64", "--draft", "tiny-eagle") as (process, port):
         asyncio.run(check_crowd(process, port, seconds, wanted, ENEMIES))
+    check_tools(programs)
     check_first_token()
     check_throughput("tiny", 200, 0.7)  # a token is as short as its way to a client
     if len(sys.argv) > 3 and Path(sys.argv[3]).exists():

@@ -25,6 +25,7 @@ from tokenizers import pre_tokenizers
 from tokenizers.normalizers import NFC as NormalForm
 from transformers import AutoTokenizer
 
+from app.test_tools import TOOLS, with_tools
 from checkpoint.bytelevel import LLAMA3_SPLIT, NFC, PUNCTUATION, QWEN2_SPLIT, alphabet
 from checkpoint.gguf_vocabulary import PRE_TOKENIZERS
 from tokenizer import Tokenizer
@@ -191,6 +192,27 @@ def compare_chats(folder: Path, ours: Tokenizer, **values: bool) -> None:
                 f"  {text!r}\n  {ours.decode(got, special=True)!r}"
             )
     print(f"{folder.name}: {2 * len(CONVERSATIONS)} chat prompts equal those of transformers")
+
+
+def compare_tools() -> None:
+    """Functions, a past call with arguments that are an object, and what a tool told."""
+    called = {"name": "add", "arguments": {"a": 1.5, "<|endoftext|>": ["é", None]}}
+    call = {"id": "x", "type": "function", "function": called}
+    messages = [
+        {"role": "user", "content": "Hi <|endoftext|>"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "x", "name": "", "content": '{"b": 2}'},
+    ]
+    for is_tagged in (True, False):
+        with tempfile.TemporaryDirectory() as folder:
+            target = with_tools(Path(folder, "tiny"), is_tagged)
+            reference = AutoTokenizer.from_pretrained(target)
+            ours = Tokenizer.load(target)
+        text = reference.apply_chat_template(messages, tools=TOOLS, tokenize=False)
+        ids = ours.chat(messages, tools=TOOLS)
+        if ours.decode(ids) != text:
+            sys.exit(f"tools\n  transformers {text!r}\n  ours         {ours.decode(ids)!r}")
+    print("tools and their calls are laid out as by transformers")
 
 
 def last_pair(word: bytes, ranks: dict[bytes, int]) -> list[bytes]:
@@ -484,6 +506,7 @@ def main(data: Path, smollm2: Path) -> None:
     compare_sentencepiece(data, texts)
     compare_chats(data / "llama3", ours)
     compare_chats(smollm2, Tokenizer.load(smollm2))
+    compare_tools()
 
 
 if __name__ == "__main__":

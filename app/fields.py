@@ -29,9 +29,14 @@ BOTH = """
     model n seed stop max_tokens max_completion_tokens stop_token_ids ignore_eos logprobs stream
     stream_options response_format json_schema structured_outputs origins
 """
-CHAT = {*SETTINGS, *BOTH.split(), "messages", "top_logprobs", "chat_template_kwargs"}
+TOOLS = {"tools", "tool_choice", "parallel_tool_calls"}
+CHAT = {*SETTINGS, *BOTH.split(), "messages", "top_logprobs", "chat_template_kwargs", *TOOLS}
 COMPLETION = {*SETTINGS, *BOTH.split(), "prompt", "echo", "add_special_tokens", "special"}
-MESSAGE = set("role content id opts agent model messageId traceId timestamp usage".split())
+MESSAGE = set("role content id opts agent model messageId traceId timestamp usage parsed".split())
+OF_ROLE = {  # of a model that may call
+    "assistant": {*MESSAGE, "tool_calls"},
+    "tool": {*MESSAGE, "tool_call_id", "name"},
+}
 ALIASES = {
     "max_new_tokens": "max_tokens",
     "n_cmpl": "n",
@@ -67,6 +72,7 @@ GROUPS: tuple[tuple[tuple[Any, ...], str], ...] = (  # values that ask for nothi
         repetition_penalty repeat_penalty rep_pen encoder_repetition_penalty length_penalty
         do_sample best_of num_beams guidance_scale typical typical_p tfs tfs_z
         add_generation_prompt add_bos_token skip_special_tokens include_reasoning
+        parse_tool_calls
         """,
     ),
     ((-1,), "adaptive_target thinking_token_budget reasoning_budget_tokens"),
@@ -86,7 +92,7 @@ HARMLESS = set(
     n_keep n_discard truncation_length truncation_side backend_sampling stream_interval
     speculative.n_max speculative.n_min speculative.p_min speculative.type
     speculative.ngram_size_n speculative.ngram_size_m speculative.ngram_m_hits speculative_ngram
-    parallel_tool_calls parse_tool_calls preserved_tokens grammar_lazy grammar_triggers
+    preserved_tokens grammar_lazy grammar_triggers
     guided_decoding_backend spaces_between_special_tokens
     media_io_kwargs mm_processor_kwargs return_mm_kwargs return_token_offsets
     routed_experts_prompt_start

@@ -2,15 +2,17 @@
 
 `/v1/chat/completions` and `/v1/completions`, with fields that vLLM and llama.cpp have added (top_k,
 min_p, ignore_eos, stop_token_ids, structured_outputs, json_schema, chat_template_kwargs). fields.py
-has the closed list of fields. `read_request` reads a body, and `Reply` writes the answers: one
-object, or, streamed, a chunk for all that is new of a text, with the role in the first and the
-finish_reason in the last.
+has the closed list of fields, and tools.py the functions that an answer may call. `read_request`
+reads a body, and `Reply` writes the answers: one object, or, streamed, a chunk for all that is new
+of a text, with the role in the first and the finish_reason in the last.
 
 `special`: a prompt means the control tokens that it spells (the default: they are text there).
 `max_completion_tokens` comes before `max_tokens`. `stop_token_ids` may end a text amid its grammar:
 its finish_reason is `length` then.
 """
 
+import json
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +20,8 @@ from typing import Any
 from uuid import uuid4
 
 from app.asgi import HttpError
-from app.fields import CHAT, COMPLETION, MESSAGE, Body, check_listed, with_one_name
+from app.fields import CHAT, COMPLETION, MESSAGE, OF_ROLE, Body, check_listed, with_one_name
+from app.tools import NAME, CallFormat, CallReader, Function, Tools, call_format, call_grammar
 from checkpoint.files import parse_json
 from errors import UserError, brief
 from generate import Model
@@ -43,6 +46,11 @@ FORMATS = {  # of an answer -> the fields that describe it
     "json_schema": ("type", "schema", "json_schema"),
 }
 ANY_OBJECT = {"type": "object"}
+# The fields of an object with a function, and those of its function.
+TOOL = ("type", "function"), ("name", "description", "parameters", "strict")
+TOOL_CHOICE = ("type", "function"), ("name",)
+TOOL_CALL = ("id", "index", "type", "function"), ("name", "arguments", "parsed_arguments")
+NO_PARAMETERS = {"properties": {}, "additionalProperties": False}
 
 
 # ---- Requests ----------------------------------------------------------------------------------
@@ -57,6 +65,11 @@ class Offer:
     limit: int  # tokens of prompt and answer
     settings: Settings  # what the command line chose: γ
 
+    @property
+    def call_format(self) -> CallFormat | None:
+        """How the model writes calls; None: it was not trained to, or they are not read here."""
+        return call_format(self.model.tokenizer.tool_template or "")
+
 
 @dataclass
 class Asked:
@@ -64,6 +77,7 @@ class Asked:
 
     is_chat: bool
     streams: list[OutputStream]  # n of the first prompt, then n of the second, …
+    tools: Tools | None
     is_streamed: bool
     include_usage: bool  # in a last chunk
     continuous_usage: bool  # in every chunk
@@ -74,6 +88,11 @@ class Asked:
     def follows(self) -> Grammar | None:
         """The grammar of all texts; None: they are free."""
         return self.streams[0].request.settings.follows
+
+    @property
+    def param(self) -> str:
+        """The field that names the grammar in an error."""
+        return "structured_outputs" if self.tools is None else "tools"
 
 
 def bad(param: str, message: str, code: str | None = None, status: int = 400) -> HttpError:
@@ -91,10 +110,11 @@ def read_request(data: bytes, is_chat: bool, offer: Offer) -> Asked:
         shown = brief(repr(name), 100)
         message = f"there is no model {shown}: this server has {offer.name!r}"
         raise bad("model", message, "model_not_found", 404)
-    prompts = read_chat(body, offer) if is_chat else read_prompts(body, offer)
+    tools = read_tools(body, offer) if is_chat else None
+    prompts = read_chat(body, tools, offer) if is_chat else read_prompts(body, offer)
     n = body.get("n", 1)
     check_whole("n", n, 1, MAX_CHOICES // len(prompts), f" ({len(prompts)} prompts)")
-    settings = read_settings(body, is_chat, offer)
+    settings = read_settings(body, is_chat, tools, offer)
     echo = not is_chat and typed(body, "echo", bool, False)
     if echo:
         settings = replace(settings, prompt_logprobs=settings.logprobs)
@@ -111,7 +131,8 @@ def read_request(data: bytes, is_chat: bool, offer: Offer) -> Asked:
     return Asked(
         is_chat,
         streams,
-        typed(body, "stream", bool, False),
+        tools,
+        is_streamed=typed(body, "stream", bool, False),
         include_usage=typed(options, "include_usage", bool, False),
         continuous_usage=typed(options, "continuous_usage_stats", bool, False),
         shows_origins=typed(body, "origins", bool, False),
@@ -160,16 +181,22 @@ def read_ends(body: Body, offer: Offer) -> set[int]:
 # ---- Prompts
 
 
-def read_chat(body: Body, offer: Offer) -> list[list[int]]:
+def read_chat(body: Body, tools: Tools | None, offer: Offer) -> list[list[int]]:
     """The tokens of a conversation. A model without a chat template goes on from its texts."""
     messages = typed(body, "messages", list, [])
     if not messages:
         raise bad("messages", "messages must be a list of one message or more")
-    conversation = [chat_message(f"messages[{n}]", one) for n, one in enumerate(messages)]
-    texts = [message["content"] for message in conversation]
-    check_characters("messages", sum(map(len, texts)), offer)
-    prompt = conversation if offer.model.uses_template(None) else "\n".join(texts)
-    tokens = offer.model.encode(prompt, thinking=read_thinking(body))
+    may_call = offer.call_format is not None
+    conversation = [chat_message(f"messages[{n}]", one, may_call) for n, one in enumerate(messages)]
+    laid_out = None if tools is None else [function.tool for function in tools.declared]
+    size = len(json.dumps([conversation, laid_out], ensure_ascii=False))
+    check_characters("messages", size, offer)
+    thinking = read_thinking(body)
+    if offer.model.uses_template(None):
+        tokens = offer.model.tokenizer.chat(conversation, enable_thinking=thinking, tools=laid_out)
+    else:
+        text = "\n".join(message["content"] for message in conversation)
+        tokens = offer.model.encode(text, thinking=thinking)
     check_length("messages", tokens, offer)
     return [tokens]
 
@@ -181,13 +208,15 @@ def read_thinking(body: Body) -> bool | None:
     return typed(values, "enable_thinking", bool, None)
 
 
-def chat_message(where: str, message: Any) -> Message:
-    """A message with one text, as chat templates want it."""
-    if not isinstance(message, dict) or str(message.get("role")) not in ROLES:
-        raise bad(where, f"{where} must have a role: {', '.join(ROLES)}")
-    check_listed(message, MESSAGE, f"{where}.")
+def chat_message(where: str, message: Any, may_call: bool) -> Message:
+    """A message with one text, as chat templates want it. may_call: the model's has tools."""
+    roles = ROLES | {"tool": "tool"} if may_call else ROLES
+    if not isinstance(message, dict) or str(message.get("role")) not in roles:
+        raise bad(where, f"{where} must have a role: {', '.join(roles)}")
+    role = roles[message["role"]]
+    check_listed(message, OF_ROLE.get(role, MESSAGE) if may_call else MESSAGE, f"{where}.")
     content = message.get("content")
-    if content is None and message["role"] == "assistant":
+    if content is None and role == "assistant":
         content = ""
     if content is None:
         raise bad(f"{where}.content", f"{where} has no content: give it a text")
@@ -200,7 +229,29 @@ def chat_message(where: str, message: Any) -> Message:
             raise bad(where, f"{where} has a content of type {shown}: only text is read here")
         check_listed(part, ("type", "text"), f"{where}.content.")
         text += part["text"]
-    return {"role": ROLES[message["role"]], "content": text}
+    read: Message = {"role": role, "content": text}
+    if role == "tool":
+        read |= {name: typed(message, name, str, "") for name in ("tool_call_id", "name")}
+    calls = typed(message, "tool_calls", list, [])
+    if calls:
+        path = f"{where}.tool_calls"
+        read["tool_calls"] = [past_call(f"{path}[{n}]", call) for n, call in enumerate(calls)]
+    return read
+
+
+def past_call(where: str, call: Any) -> Body:
+    """A call, as chat templates want it: its arguments are an object, not the text of one."""
+    function = read_function(where, call, TOOL_CALL)
+    text = typed(function, "arguments", str, "") or "{}"
+    try:
+        arguments = parse_json(text)
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        path = f"{where}.function.arguments"
+        raise bad(path, f"{path} is {brief(text, 100)}: it must be the text of a JSON object")
+    called = {"name": function["name"], "arguments": arguments}
+    return {"id": typed(call, "id", str, ""), "type": "function", "function": called}
 
 
 def read_prompts(body: Body, offer: Offer) -> list[list[int]]:
@@ -248,10 +299,74 @@ def too_long(param: str, size: str, offer: Offer) -> HttpError:
     return bad(param, message, "context_length_exceeded")
 
 
+# ---- Tools
+
+
+def read_tools(body: Body, offer: Offer) -> Tools | None:
+    """What the answer may call; None: nothing."""
+    tools = typed(body, "tools", list, [])
+    functions = [read_tool(f"tools[{n}]", tool) for n, tool in enumerate(tools)]
+    choice = body.get("tool_choice", "auto")
+    chosen = functions
+    if isinstance(choice, dict):
+        name = read_function("tool_choice", choice, TOOL_CHOICE)["name"]
+        chosen = [function for function in functions if function.name == name]
+    elif choice not in ("none", "auto", "required"):
+        rule = "it must be none, auto, required or a function"
+        raise bad("tool_choice", f"tool_choice is {brief(repr(choice), 100)}: {rule}")
+    if choice not in ("none", "auto") and not chosen:
+        way_out = "leave it out, or give tools that it can choose"
+        raise bad("tool_choice", f"tool_choice is not done here: {way_out}")
+    is_parallel = typed(body, "parallel_tool_calls", bool, True)
+    if choice == "none" or not functions:
+        return None
+    if offer.call_format is None:
+        way_out = "leave it out, or serve a model whose chat template has tools"
+        raise bad("tools", f"tools is not done here: {way_out}")
+    return Tools(
+        functions,
+        chosen,
+        form=offer.call_format,
+        must_call=choice != "auto",
+        is_parallel=is_parallel and not isinstance(choice, dict),
+    )
+
+
+def read_tool(where: str, tool: Any) -> Function:
+    """A function that is declared."""
+    function = read_function(where, tool, TOOL)
+    schema = typed(function, "parameters", dict, NO_PARAMETERS)
+    if schema.get("type", "object") != "object":
+        path = f"{where}.function.parameters"
+        raise bad(path, f"{path} is of another type than object: arguments have names")
+    return Function(
+        function["name"],
+        {"type": "object"} | schema,
+        is_strict=typed(function, "strict", bool, False),
+        description=typed(function, "description", str, ""),
+    )
+
+
+def read_function(where: str, given: Any, fields: tuple[Sequence[str], Sequence[str]]) -> Body:
+    """The function in a tool, a call or a choice. fields: see TOOL."""
+    if not isinstance(given, dict) or given.get("type") != "function":
+        raise bad(where, f"{where} must be an object of type function")
+    outer, inner = fields
+    check_listed(given, outer, f"{where}.")
+    function = typed(given, "function", dict, {})
+    check_listed(function, inner, f"{where}.function.")
+    name = typed(function, "name", str, "")
+    if not re.fullmatch(NAME, name):
+        path = f"{where}.function.name"
+        rule = "it must have 1 to 64 letters, digits, _ and -"
+        raise bad(path, f"{path} is {brief(repr(name), 100)}: {rule}")
+    return function
+
+
 # ---- Settings
 
 
-def read_settings(body: Body, is_chat: bool, offer: Offer) -> Settings:
+def read_settings(body: Body, is_chat: bool, tools: Tools | None, offer: Offer) -> Settings:
     """UserError or HttpError for a bad value. Some values are those of vLLM and llama.cpp."""
     chosen: Body = {name: body[name] for name in SAMPLING if name in body}
     if chosen.get("top_k") == -1:  # all
@@ -277,10 +392,10 @@ def read_settings(body: Body, is_chat: bool, offer: Offer) -> Settings:
         if num_top and not is_wanted:
             raise bad("top_logprobs", "top_logprobs needs logprobs: set it to true")
         chosen["logprobs"] = num_top if is_wanted else None
-    return replace(offer.settings, **chosen, **read_constraint(body))
+    return replace(offer.settings, **chosen, **read_constraint(body, tools))
 
 
-def read_constraint(body: Body) -> Body:
+def read_constraint(body: Body, tools: Tools | None = None) -> Body:
     """What the text follows, as a setting: schema, regex, choice or grammar. HttpError if fields
     ask for several, or if one cannot be read."""
     asked = [(path, "schema", schema) for path, schema in read_schemas(body).items()]
@@ -291,6 +406,8 @@ def read_constraint(body: Body) -> Body:
     for name, setting in CONSTRAINTS.items():
         if outputs.get(name) is not None:
             asked.append((f"structured_outputs.{name}", setting, outputs[name]))
+    if tools is not None:
+        asked.append(("tools", "grammar", call_grammar(tools)))
     if len(asked) > 1:
         paths = [path for path, _, _ in asked]
         raise bad(paths[-1], f"{' and '.join(paths)} are given: a text follows one of them")
@@ -344,6 +461,10 @@ class Reply:
         self.decoders = [self.tokenizer.incremental_decoder(not asked.echo) for _ in asked.streams]
         self.offsets = [0] * len(asked.streams)
         self.num_tokens: dict[int, int] = {}  # of each text
+        self.readers: list[CallReader] = []  # of each text that may call functions
+        if asked.tools is not None:
+            names = [function.name for function in asked.tools.functions]
+            self.readers = [CallReader(asked.tools.form, names) for _ in asked.streams]
 
     def completion(self, results: Sequence[Result]) -> Body:
         """All texts at once."""
@@ -352,7 +473,7 @@ class Reply:
             i = result.index
             choice: Body = {"text": self._echo(i) + result.text}
             if self.asked.is_chat:
-                choice = {"message": {"role": "assistant", "content": result.text}}
+                choice = {"message": {"role": "assistant"} | self._said(i, result.text, True)}
             choices.append(choice | self._about(i, result.logprobs or (), result))
             self.num_tokens[i] = len(result.tokens)
         return self._object(choices) | {"usage": self.usage()}
@@ -363,10 +484,12 @@ class Reply:
         text = "".join(piece for piece, _ in update.pieces)
         choice: Body = {"text": self._echo(i) + text}
         if self.asked.is_chat:
-            is_first = i not in self.num_tokens
-            choice = {"delta": {"role": "assistant"} if is_first else {}}
-            if text or is_first:
-                choice["delta"]["content"] = text
+            delta = self._said(i, text, update.result is not None)
+            if i not in self.num_tokens:
+                delta = {"role": "assistant"} | delta
+            elif not delta["content"]:
+                del delta["content"]
+            choice = {"delta": delta}
         choice |= self._about(i, update.logprobs, update.result)
         self.num_tokens[i] = update.num_tokens
         chunk = self._object([choice], ".chunk")
@@ -409,15 +532,33 @@ class Reply:
             return ""
         return self.tokenizer.decode(self.asked.streams[index].result.prompt_tokens)
 
+    def _said(self, index: int, text: str, is_last: bool) -> Body:
+        """The next piece of a chat's text: what it says, and what it calls."""
+        if not self.readers:
+            return {"content": text}
+        delta = self.readers[index].feed(text, is_last)
+        if not delta.calls:
+            return {"content": delta.content}
+        calls = list(delta.calls.values())
+        if not self.asked.is_streamed:
+            for call in calls:
+                del call["index"]
+        return {"content": delta.content or None, "tool_calls": calls}
+
     def _about(self, index: int, logprobs: Sequence[TokenLogprob], result: Result | None) -> Body:
         """The fields that every choice has. logprobs: new ones; result: None if there is none
         yet."""
-        if result is not None and result.error:
-            raise bad("structured_outputs", result.error)
+        reason = None
+        if result is not None:
+            if result.error:
+                raise bad(self.asked.param, result.error)
+            reason = result.finish_reason
+            if reason == "stop" and self.readers and self.readers[index].has_called:
+                reason = "tool_calls"
         return {
             "index": index,
             "logprobs": self._logprobs(index, logprobs),
-            "finish_reason": None if result is None else result.finish_reason,
+            "finish_reason": reason,
         }
 
     # ---- Log-probabilities

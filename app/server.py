@@ -274,6 +274,8 @@ class Application:
         """Compile the grammar of the texts. HttpError if it, or those of others, take too long."""
         try:
             compiled = await asyncio.wait_for(self._compile(asked), COMPILE_SECONDS)
+        except UserError as error:
+            raise HttpError(400, str(error), param=asked.param) from None
         except asyncio.TimeoutError:
             message = f"the grammar was not compiled within {COMPILE_SECONDS:.0f} s"
             raise Unavailable(f"{message}: simplify it, or try again later") from None
@@ -310,6 +312,8 @@ def http_error(error: Exception) -> HttpError:
         return error
     if isinstance(error, UserError):
         return HttpError(400, str(error))
+    if isinstance(error, RecursionError):
+        return HttpError(400, "the body has too many objects within objects")
     if isinstance(error, QueueFull):
         return HttpError(
             429,

@@ -130,7 +130,7 @@ special@chat refused true false
 response_format honoured {"type":"json_object","schema":{"enum":[12]}} {"type":"text"}
 json_schema honoured {"name":"it","schema":{"const":7}}
 structured_outputs honoured {"choice":["ab","cd"]} {} {"json_object":false}
-tools refused [{"type":"function"}] []
+tools refused [{"type":"function","function":{"name":"f"}}] []
 tool_choice refused "required" "none" "auto"
 functions refused [{}] []
 function_call refused {"name":"f"} "none" "auto"
@@ -282,7 +282,7 @@ speculative.ngram_size_m harmless 4
 speculative.ngram_m_hits harmless 1
 speculative_ngram harmless true
 parallel_tool_calls harmless false
-parse_tool_calls harmless true
+parse_tool_calls refused false true
 preserved_tokens harmless []
 grammar_lazy harmless false
 grammar_triggers harmless []
@@ -395,6 +395,7 @@ def test_the_lists_hold_nothing_else():
     neutral, harmless = fields.NEUTRAL.keys(), fields.HARMLESS
     assert honoured <= sent and neutral | harmless <= sent | set(INSIDE.split())
     of_one_path = {"top_logprobs", "add_special_tokens", "special", "echo", "chat_template_kwargs"}
+    of_one_path |= {"tools", "tool_choice"}
     assert honoured & neutral == of_one_path
     assert not harmless & (honoured | neutral)
 

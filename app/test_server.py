@@ -33,7 +33,7 @@ from app.openai import Offer
 from app.server import Application
 from conftest import ROOT, heard, told
 from errors import UserError
-from generate import Engine, Model, generate
+from generate import Engine, Model, generate, load_draft
 from grammar import Grammars
 from request import OutputStream, Request, Result, RoundStats, Settings
 from serve import Answer, BatchServer, Unavailable
@@ -137,12 +137,18 @@ async def refused(app, path, body, headers=()) -> tuple[int, dict]:
 
 
 def run(
-    scenario: Callable[[Application], Awaitable[None]], capacity=16, model=None, limit=300, **how
+    scenario: Callable[[Application], Awaitable[None]],
+    capacity=16,
+    model=None,
+    limit=300,
+    draft=None,
+    **how,
 ) -> None:
     """Play it against an application; at its end no block may be taken, and no text open."""
     model = model or tiny()
+    draft = load_draft(draft, model)
     limit = min(limit, model.llama.config.max_position_embeddings)
-    engine = Engine(model, None, Options(max_len=limit, max_batch=4), tokens=4 * limit)
+    engine = Engine(model, draft, Options(max_len=limit, max_batch=4), tokens=4 * limit)
     metrics = Metrics("tiny")
     batch = BatchServer(engine, capacity, metrics.observe)
     offer = Offer(model, "tiny", limit, settings=Settings())

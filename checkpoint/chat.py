@@ -22,6 +22,7 @@ The template is foreign code, which sandbox.py runs. It runs four times for a pr
 messages as they were written, and with stand-ins; and so with another text in the last one's place.
 """
 
+import json
 import re
 import warnings
 from collections.abc import Callable
@@ -35,7 +36,8 @@ from checkpoint.sandbox import renderer
 from checkpoint.vocabulary import Finder, Swallows, Vocabulary
 from errors import UserError, brief
 
-Message = dict[str, str]  # {"role": …, "content": …}
+Message = dict[str, Any]  # {"role": …, "content": …}; with tools, TOOL_FIELDS, too
+TOOL_FIELDS = {"tool_calls", "tool_call_id", "name"}
 UNUSED = "\ue000"  # a message that nobody sends
 
 
@@ -44,19 +46,23 @@ def replace_surrogates(text: str) -> str:
     return text if text.isascii() else re.sub("[\ud800-\udfff]", "\ufffd", text)
 
 
-def load_template(folder: Path, config: Json) -> str | None:
-    """The folder's template or None: chat_template.jinja, or else tokenizer_config.json's."""
+def load_template(folder: Path, config: Json, name: str = "default") -> str | None:
+    """The folder's template of this name or None: a file's, or else tokenizer_config.json's."""
     file = folder / "chat_template.jinja"
+    if name != "default":
+        file = folder / "additional_chat_templates" / f"{name}.jinja"
     if file.exists():
         return read_bounded(file)
-    return checked_template(folder / "tokenizer_config.json", config.get("chat_template"))
+    return checked_template(folder / "tokenizer_config.json", config.get("chat_template"), name)
 
 
-def checked_template(file: Path, template: Any) -> str | None:
-    """The template, of several the default one. UserError for what is none."""
+def checked_template(file: Path, template: Any, name: str = "default") -> str | None:
+    """The template, of several the one of this name. UserError for what is none."""
     with suppress(LookupError, TypeError):
         if isinstance(template, list):  # several, by name
-            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+            template = {entry["name"]: entry["template"] for entry in template}.get(name)
+        elif name != "default":
+            return None
     if template is not None and not isinstance(template, str):
         raise UserError(f"{file}: chat_template is {brief(template)}; it must be text")
     return template
@@ -81,6 +87,7 @@ class ChatTemplate:
             texts | {text.translate(marks) for text in texts} for texts in vocabulary.swallows
         ]
         self._finder = Finder(self.ids, Swallows(*swallows))
+        self._fields = {"role", "content"} | (TOOL_FIELDS if "tool_calls" in source else set())
         self._renderer = renderer()
 
     def tokens(
@@ -89,11 +96,12 @@ class ChatTemplate:
         add_generation_prompt: bool,
         encode: Callable[[str, bool], list[int]],
         enable_thinking: bool | None = None,
+        tools: list[Json] | None = None,
     ) -> list[int]:
         """The tokens of a conversation, [{"role": …, "content": …}, …]. encode: for text without
         added tokens, and whether it is the first. enable_thinking: None, if the template is to
-        choose."""
-        options = {"add_generation_prompt": add_generation_prompt}
+        choose. tools: functions that an answer may call, as OpenAI's protocol has them."""
+        options = {"add_generation_prompt": add_generation_prompt, "tools": tools}
         if enable_thinking is not None:
             options["enable_thinking"] = enable_thinking
             if "enable_thinking" not in self.source:
@@ -111,15 +119,14 @@ class ChatTemplate:
                 ids += encode(text, n == 0)
         return ids
 
-    def _render(self, messages: list[Message], options: dict[str, bool]) -> str:
+    def _render(self, messages: list[Message], options: Json) -> str:
         """The template's text, with stand-ins in the messages. UserError if the template has no
-        place for them; a warning if it changes the last user message."""
+        place for them; a warning if it changes the last user message. options: what the template
+        gets beside them."""
         for n, message in enumerate(messages, 1):
-            check_message(n, message)
-        turns = [
-            {name: replace_surrogates(text) for name, text in message.items()}
-            for message in messages
-        ]
+            check_message(n, message, self._fields)
+        text = replace_surrogates(json.dumps([messages, options], ensure_ascii=False))
+        turns, options = json.loads(text)
         of_users = [turn for turn in turns if turn["role"] == "user"]
         last = of_users[-1] if of_users else {"content": ""}
         asked = last["content"].strip()
@@ -148,16 +155,11 @@ class ChatTemplate:
         return text
 
     def _lay_out(
-        self, turns: list[Message], form: Callable[[str], Any], options: dict[str, bool]
+        self, turns: list[Message], form: Callable[[str], Any], options: Json
     ) -> tuple[str, str]:
         """What `Renderer.render` makes of these turns. form: of a content, for the template."""
-        values = {
-            **self.vocabulary.named,
-            "messages": [turn | {"content": form(turn["content"])} for turn in turns],
-            "tools": None,
-            "documents": None,
-            **options,
-        }
+        messages = [turn | {"content": form(turn["content"])} for turn in turns]
+        values = {**self.vocabulary.named, "documents": None, **options, "messages": messages}
         return self._renderer.render(self.source, values, self._letters)
 
 
@@ -166,10 +168,11 @@ def parts_of(content: str) -> list[Json]:
     return [{"type": "text", "text": content}]
 
 
-def check_message(n: int, message: Any) -> None:
-    """UserError unless it is {"role": text, "content": text}. n: from 1."""
-    if isinstance(message, dict) and message.keys() == {"role", "content"}:
-        if all(isinstance(text, str) for text in message.values()):
+def check_message(n: int, message: Any, fields: set[str]) -> None:
+    """UserError unless it is {"role": text, "content": text}, or has more of these fields. n: from
+    1."""
+    if isinstance(message, dict) and {"role", "content"} <= message.keys() <= fields:
+        if isinstance(message["role"], str) and isinstance(message["content"], str):
             return
     raise UserError(
         f"message {n} is {brief(message)}; it must hold a role and a content, both text, no more"

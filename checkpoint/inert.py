@@ -34,7 +34,7 @@ def inert(value: Any, marks: StandIns) -> Any:
     if isinstance(value, list):
         return [inert(each, marks) for each in value]
     if isinstance(value, dict):
-        return {name: inert(each, marks) for name, each in value.items()}
+        return {inert(name, marks): inert(each, marks) for name, each in value.items()}
     return value
 
 
@@ -68,7 +68,6 @@ class Inert(str):
     __eq__ = asked(str.__eq__)
     __ne__ = asked(str.__ne__)
     __getitem__ = asked(str.__getitem__)
-    __hash__ = str.__hash__
     startswith = asked(str.startswith)
     endswith = asked(str.endswith)
     find = asked(str.find)
@@ -78,6 +77,11 @@ class Inert(str):
     strip = asked(str.strip)
     lstrip = asked(str.lstrip)
     rstrip = asked(str.rstrip)
+
+    def __hash__(self) -> int:
+        """That of the text as it was written: names of fields may be inert, and are looked up."""
+        letters = {ord(mark): letter for letter, mark in self._marks.items()}
+        return hash(self.translate(letters))
 
     def __str__(self) -> "Inert":
         return self

@@ -73,7 +73,7 @@ class Renderer:
 
     def render(self, source: str, values: dict[str, Any], letters: str = "") -> tuple[str, str]:
         """The text, or else what is wrong. letters: those that have a stand-in wherever they come
-        from values["messages"] (inert.py)."""
+        from OF_CLIENTS (inert.py)."""
         request = json.dumps([SECONDS, source, values, letters])
         with self._lock:
             if self._child.poll() is not None:  # somebody ended it
@@ -101,6 +101,7 @@ def renderer() -> Renderer:
 # ---- In the child
 
 
+OF_CLIENTS = {"messages", "tools"}  # values whose texts are anybody's
 GENERATION = re.compile(r"(\{%[-+]?\s*(?:end)?)generation(\s*[-+]?%\})")
 
 
@@ -140,7 +141,7 @@ def rendered(source: str, values: dict[str, Any], letters: str) -> tuple[str, st
         if letters:
             marks = stand_ins(letters)
             written = text.translate(marks)
-            values["messages"] = inert(values["messages"], marks)
+            values |= {name: inert(values[name], marks) for name in OF_CLIENTS & values.keys()}
             text = compiled(source, letters).render(**values)
             if text.translate(marks) != written:
                 return "", "what it does with a control token in a message is not followed here"

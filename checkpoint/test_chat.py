@@ -329,12 +329,38 @@ def test_messages_must_hold_a_role_and_a_content():
             template.tokens([good, bad], False, encode)
 
 
+def test_no_tool_holds_a_control_token_nor_does_a_call():
+    """Not even the name of a field; and "type" is found, though a control token is spelled so."""
+    source = (
+        "<|start|>{{ tools | tojson(indent=1) }}{{ tools[0].type }}{{ messages[0].content }}"
+        "{% for call in messages[0].tool_calls %}{{ call | tojson }}{% endfor %}"
+    )
+    template = template_of(None, source, {"type": 1004})
+    tools = [{"type": "<|end|>", "<|endless|>": {"\ud800": ["type", 1, None]}}]
+    message = {"role": "assistant", "content": "Hi", "tool_calls": [{"<|end|>": "<|start|>"}]}
+    ids = template.tokens([message], False, encode, tools=tools)
+    assert ids[0] == 1002 and not [id for id in ids[1:] if id > 255 and id != 1004]
+    laid_out = json.dumps(tools, indent=1, ensure_ascii=False).replace("\ud800", "\ufffd")
+    assert plain(ids) == laid_out + "<|end|>Hi" + json.dumps(message["tool_calls"][0])
+
+
+def test_a_template_without_tools_has_no_calls():
+    call = {"role": "assistant", "content": "", "tool_calls": [{}]}
+    with pytest.raises(UserError, match="message 1 is .* a role and a content, both text, no more"):
+        template_of(None, TRIMMED).tokens([call], False, encode)
+
+
 def test_the_template_file_counts_before_the_configuration(tmp_path):
     several = [{"name": "default", "template": "C"}, {"name": "tool_use", "template": "D"}]
     for template, expected in (("A", "A"), (several, "C"), (several[1:], None), (None, None)):
         assert load_template(tmp_path, {"chat_template": template}) == expected
+        with_tools = load_template(tmp_path, {"chat_template": template}, "tool_use")
+        assert with_tools == ("D" if isinstance(template, list) else None)
     for bad in (3, [1], [{"name": [], "template": "A"}], [{"name": "default", "template": 4}]):
         with pytest.raises(UserError, match="tokenizer_config.json: chat_template is "):
             load_template(tmp_path, {"chat_template": bad})
     (tmp_path / "chat_template.jinja").write_text("B")
     assert load_template(tmp_path, {"chat_template": json.dumps("A")}) == "B"
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("E")
+    assert load_template(tmp_path, {"chat_template": several}, "tool_use") == "E"

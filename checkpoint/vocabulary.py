@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from checkpoint.sentencepiece import SentencePiece
 
 LONGEST_TOKEN = 256  # characters of an added one
+TEXTS = ("<tool_call>", "</tool_call>")  # that some models mark as special: clients read them
 LARGEST_VOCABULARY = 2**26  # the most bytes of a vocabulary file; up to 30 MB are usual
 
 WHITE_SPACE = (  # Unicode's. (Python strips four more.)
@@ -178,7 +179,8 @@ class TokenTexts(NamedTuple):
                 reject(file, f"{text!r} sets single_word", "only plain matching is supported")
             if ids.setdefault(text, entry["id"]) != entry["id"]:
                 reject(file, f"{text!r} has id {entry['id']!r} and {ids[text]!r}", "one is right")
-            kind = special if entry.get("special") else others
+            is_special = entry.get("special") and text not in TEXTS
+            kind = special if is_special else others
             kind[text] = entry["id"]
         for text, id in ids.items():
             if not text or type(id) is not int or id < 0:

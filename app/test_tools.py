@@ -1,0 +1,465 @@
+"""Calls read from texts, however these are cut; and texts that a grammar makes call."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import grammar
+from app.asgi import HttpError
+from app.openai import Offer, Reply
+from app.test_server import CHAT, events, needs_llguidance, post, read, refused, run
+from app.tools import (
+    BARE,
+    TAGGED,
+    CallFormat,
+    CallReader,
+    Function,
+    Tools,
+    call_grammar,
+)
+from conftest import ROOT, TIMES
+from generate import Model
+from request import Result
+from serve import Update
+from settings import Grammar, Settings
+
+ADD = '{"name": "add", "arguments": {"a": 1}}'
+SAY = '{"name": "say", "parameters": {"text": "}\\"{\\\\", "to": {"x": [{}]}}}'
+SAID = '{"text": "}\\"{\\\\", "to": {"x": [{}]}}'
+OTHER = '{"name": "sub", "arguments": {}}'
+TEXT = '{"name": "add", "arguments": "{}"}'
+SPOILT = '{"name": "add", "arguments": {"a": one [}}}'
+Calls = list[tuple[str, str]]  # names, arguments
+
+
+def tag(call: str) -> str:
+    return f"<tool_call>\n{call}\n</tool_call>"
+
+
+READ: list[tuple[str, str, Calls]] = [  # a text, its content, its calls
+    ("", "", []),
+    ("Hi <there>. ", "Hi <there>. ", []),
+    (tag(ADD), "", [("add", '{"a": 1}')]),
+    (f"I add.\n\n{tag(ADD)}\n{tag(SAY)}\n", "I add.", [("add", '{"a": 1}'), ("say", SAID)]),
+    (f"<think>{ADD}</think>\n{tag(SAY)}", f"<think>{ADD}</think>", [("say", SAID)]),
+    (f"{tag(ADD)}\n\nDone. ", "\n\nDone. ", [("add", '{"a": 1}')]),
+    (SAY, "", [("say", SAID)]),
+    (f" <|python_tag|>{SAY}\n", "", [("say", SAID)]),
+    (f"{SAY}\n{SAY} Done", f"\n{SAY} Done", [("say", SAID)]),
+    (f"{SAY}; {SAY}", f"; {SAY}", [("say", SAID)]),
+    ('{"type": "function", ' + SAY[1:], "", [("say", SAID)]),
+    (f"<tool_call>{ADD}</tool_call>{tag(ADD)}", "", [("add", '{"a": 1}')] * 2),
+    (tag('{"name":"add","arguments":{}}'), "", [("add", "{}")]),
+    # Nearly calls.
+    (f"I say {SAY}", f"I say {SAY}", []),
+    (OTHER, OTHER, []),
+    (f"{tag(OTHER)} {tag(ADD)}", tag(OTHER), [("add", '{"a": 1}')]),
+    (f"{ADD}\n{tag(ADD)}", ADD, [("add", '{"a": 1}')]),
+    ('{"name": "add"}', '{"name": "add"}', []),
+    ('{"arguments": {}, "name": "add"}', '{"arguments": {}, "name": "add"}', []),
+    (tag(TEXT), tag(TEXT), []),
+    (f"<tool_call>{tag(ADD)}", "<tool_call>", [("add", '{"a": 1}')]),
+    # Cut, or spoilt.
+    (tag(ADD)[:20], tag(ADD)[:20], []),
+    (tag(ADD)[:47], "", [("add", '{"a": ')]),
+    (tag(ADD)[:-14], "", [("add", '{"a": 1}')]),
+    (tag(ADD)[:-3], "", [("add", '{"a": 1}')]),
+    (tag(SPOILT), "}}\n</tool_call>", [("add", '{"a": one [}')]),
+]
+
+
+def divided(form: CallFormat, pieces: list[str]) -> tuple[str, Calls, bool]:
+    """Content, calls, and whether these are complete. The deltas are checked, too."""
+    reader = CallReader(form, {"add", "say"})
+    content = ""
+    calls: dict[int, dict] = {}
+    for n, piece in enumerate(pieces, 1):
+        delta = reader.feed(piece, n == len(pieces))
+        content += delta.content
+        for index, part in delta.calls.items():
+            assert part["index"] == index
+            if index in calls:
+                assert part.keys() == {"index", "function"}
+                assert part["function"].keys() == {"arguments"}
+                calls[index]["function"]["arguments"] += part["function"]["arguments"]
+            else:
+                assert index == len(calls) and part["type"] == "function"
+                calls[index] = part
+    assert len({call["id"] for call in calls.values()}) == len(calls)
+    functions = [call["function"] for call in calls.values()]
+    told = [(function["name"], function["arguments"]) for function in functions]
+    return content, told, reader.has_called
+
+
+@pytest.mark.parametrize("text, content, calls", READ, ids=range(len(READ)))
+def test_a_text_is_divided_into_content_and_calls(text, content, calls):
+    """At once, letter by letter, and with an end that comes alone."""
+    form = TAGGED if "<tool_call>" in text else BARE
+    is_whole = bool(calls) and all(arguments.endswith("}") for _, arguments in calls)
+    for pieces in ([text], [*text, ""], [*text] or [""]):
+        assert divided(form, pieces) == (content, calls, is_whole)
+
+
+PARTS = [*READ[3][0].split(), tag(ADD), SAY, OTHER, "; ", "\n", " ", '{"name": ', "\\", "}", "Hi"]
+
+
+@given(
+    st.sampled_from([TAGGED, BARE]),
+    st.lists(st.sampled_from(PARTS), max_size=12),
+    st.lists(st.integers(1, 9), min_size=1),
+)
+def test_it_does_not_matter_how_a_text_is_cut(form, parts, sizes):
+    text = "".join(parts)
+    whole = divided(form, [text])
+    pieces = []
+    while text:
+        size = sizes[len(pieces) % len(sizes)]
+        pieces.append(text[:size])
+        text = text[size:]
+    assert divided(form, [*pieces, ""]) == whole
+
+
+# ---- Grammars
+
+
+POINT = {  # as pydantic writes it
+    "$defs": {"Number": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "type": "object",
+    "properties": {"a": {"$ref": "#/$defs/Number"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+FUNCTIONS = [Function("add", POINT, is_strict=True), Function("say", {})]
+BARE_ADD = ADD.replace("arguments", "parameters")
+TAGGED_SAY = SAY.replace("parameters", "arguments")
+# A text; then, of models with tags and without, the kinds of grammars that take it: a text must
+# call (M, or m: once), or it may (P, or p: once).
+TAKEN = [
+    (tag(ADD), "MmPp", "Pp"),
+    (tag(TAGGED_SAY), "MmPp", "Pp"),
+    (f"{tag(ADD)}\n{tag(TAGGED_SAY)}", "MP", "Pp"),
+    (f"Hi <{tag(ADD)} and {tag(ADD)}.", "P", "Pp"),
+    (f"Hi {tag(ADD)}", "Pp", "Pp"),
+    (BARE_ADD, "Pp", "MmPp"),
+    (SAY, "Pp", "MmPp"),
+    (f"{SAY}; {SAY}", "Pp", ""),
+    (" Hi {", "Pp", "Pp"),
+    ("", "Pp", "Pp"),
+    # Nearly.
+    (tag(BARE_ADD), "", "Pp"),
+    (tag(ADD.replace("1", '"1"')), "", "Pp"),
+    (tag(ADD.replace(" 1", "1")), "", "Pp"),
+    (tag(OTHER), "", "Pp"),
+    (tag(ADD)[:-1], "", "Pp"),
+    ("<tool_call>", "", "Pp"),
+    (ADD, "Pp", ""),
+    (BARE_ADD.replace("add", "sub"), "Pp", ""),
+    (BARE_ADD[:-1], "Pp", ""),
+    ("Hi <tool_call", "Pp", "Pp"),
+]
+
+
+@pytest.mark.parametrize("form, column", [(TAGGED, 1), (BARE, 2)], ids=["tagged", "bare"])
+@pytest.mark.parametrize("kind", "MmPp")
+def test_a_grammar_takes_what_it_should(form, column, kind):
+    pytest.importorskip("llguidance", reason="requirements-extra.txt is not installed")
+    model = Model.load("tiny", "cpu")
+    how = dict(form=form, must_call=kind in "Mm", is_parallel=kind in "MP")
+    lark = call_grammar(Tools(FUNCTIONS, FUNCTIONS, **how))
+    compiled = model.grammars.compile(Grammar("grammar", lark))
+    taken = set()
+    for row in TAKEN:
+        matcher = compiled.deep_copy()
+        tokens = model.tokenizer.encode(row[0], is_first=False)
+        if matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting():
+            taken.add(row[0])
+    assert taken == {row[0] for row in TAKEN if kind in row[column]}
+
+
+def test_calls_of_random_functions_parse_and_validate(monkeypatch):
+    """Each text must call one of two functions, or both, again and again; with every draft. And
+    texts without masks are found out."""
+    from test_schemas import (
+        BATCH,
+        CHECKED,
+        Draft202012Validator,
+        every_draft,
+        generate_in_turns,
+        random_schemas,
+    )
+
+    model = Model.load("tiny", "cpu")
+    cases = []  # forms, and the schemas of two functions
+    inner = iter(random_schemas(2 * BATCH * TIMES))
+    for n, (one, other) in enumerate(zip(inner, inner)):
+        functions = []
+        for name, schema in (("one", one), ("other", other)):
+            rules = dict(properties={"x": schema}, required=["x"], additionalProperties=False)
+            functions.append(Function(name, {"type": "object"} | rules))
+        cases.append(((TAGGED, BARE)[n % 2], functions))
+
+    def num_whole(drafts: list, cases: list) -> int:
+        """Texts that ended by themselves."""
+        larks = [
+            call_grammar(Tools(each, each, form, must_call=True, is_parallel=True))
+            for form, each in cases
+        ]
+        results = generate_in_turns(model, drafts, [dict(grammar=lark) for lark in larks])
+        for (form, functions), result in zip(cases, results, strict=True):
+            schemas = {function.name: function.schema for function in functions}
+            reader = CallReader(form, schemas)
+            delta = reader.feed(result.text, True)
+            functions = [call["function"] for call in delta.calls.values()]
+            assert functions and result.finish_reason in ("stop", "length"), result.text
+            if result.finish_reason == "stop":
+                assert reader.has_called and not delta.content, result.text
+            if not reader.has_called:
+                functions.pop()  # it is cut
+            for function in functions:
+                validator = Draft202012Validator(schemas[function["name"]], format_checker=CHECKED)
+                validator.validate(json.loads(function["arguments"]))
+        return sum(result.finish_reason == "stop" for result in results)
+
+    assert num_whole(every_draft(model)[::-1], cases) > len(cases) / 2
+    monkeypatch.setattr(grammar, "forbid", lambda logits, rows, masks: logits)
+    with pytest.raises(AssertionError):
+        num_whole([None], cases[:BATCH])
+
+
+# ---- The server
+
+
+TEMPLATES = {
+    True: """\
+{% for tool in tools or [] %}{{ tool.function.name }}{{ tool.function.parameters | tojson }}
+{% endfor %}
+{% for message in messages %}{{ message.role }}: {{ message.content }}
+{% for call in message.tool_calls %}<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+{% endfor %}
+{% endfor %}
+""",
+    False: """\
+{% if tools %}{"name": function, "parameters": object}{{ tools[0] | tojson(indent=1) }}{% endif %}
+{% for message in messages %}{{ message.role }}: {{ message.content }}
+{% if message.tool_calls %}{{ message.tool_calls[0].function | tojson }}
+{% endif %}
+{% endfor %}
+""",
+}
+WORDS = {
+    "type": "object",
+    "properties": {"word": {"enum": ["dog", "cat"]}},
+    "required": ["word"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "say", "parameters": WORDS}},
+    {"type": "function", "function": {"name": "add", "parameters": POINT, "description": "Adds"}},
+]
+
+
+def with_tools(folder: Path, is_tagged: bool) -> Path:
+    """A folder with the embedded model, and a chat template that has tools."""
+    shutil.copytree(ROOT / "models" / "tiny", folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATES[is_tagged])
+    return folder
+
+
+@pytest.fixture(params=[True, False], ids=["tagged", "bare"], scope="module")
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    folder = with_tools(tmp_path_factory.mktemp("models") / "tiny", request.param)
+    return Model.load(folder, "cpu", torch.float64)
+
+
+def joined(chunks: list[dict]) -> dict:
+    """The choice that a stream's chunks add up to."""
+    message: dict = {"content": "", "tool_calls": []}
+    for chunk in chunks:
+        (choice,) = chunk["choices"]
+        delta = choice["delta"]
+        message["content"] += delta.get("content") or ""
+        message["role"] = delta.get("role") or message["role"]
+        for part in delta.get("tool_calls", []):
+            if part["index"] == len(message["tool_calls"]):
+                message["tool_calls"].append(part)
+            else:
+                called = message["tool_calls"][part["index"]]["function"]
+                called["arguments"] += part["function"]["arguments"]
+    return choice | {"message": message}
+
+
+def said(choice: dict) -> tuple:
+    """A choice without ids, which are drawn."""
+    message = choice["message"]
+    calls = [call["function"] for call in message.get("tool_calls", [])]
+    return message["role"], message["content"] or "", calls, choice["finish_reason"]
+
+
+@needs_llguidance
+def test_calls_in_a_loop(model):
+    """Required, of a name, and free; streamed, with a draft, the same ones as at once, without."""
+    add = {"type": "function", "function": {"name": "add"}}
+    told = []
+
+    async def scenario(app):
+        has_draft = app.batch.engine.runner.drafter is not None
+        messages = [dict(role="user", content="Tom saw a dog.")]
+        for choice, max_tokens in (("required", 70), (add, 70), ("auto", 9), ("none", 9)):
+            body = dict(messages=messages, tools=TOOLS, tool_choice=choice, temperature=0)
+            body |= dict(max_tokens=max_tokens, parallel_tool_calls=choice != "required")
+            if has_draft:
+                answer = joined(await events(app, CHAT, **body))
+            else:
+                (answer,) = (await post(app, CHAT, **body))["choices"]
+            message = answer["message"]
+            messages = [*messages, message]
+            for call in message.get("tool_calls", []):
+                messages.append(dict(role="tool", tool_call_id=call["id"], content="yes"))
+            told.append(said(answer))
+
+    run(scenario, model=model, limit=900)
+    run(scenario, model=model, limit=900, draft="tiny-eagle")
+    assert told[:4] == told[4:]
+    for _, content, (call,), reason in told[:2]:
+        assert not content and reason == "tool_calls"
+        assert json.loads(call["arguments"]).keys() == {{"say": "word", "add": "a"}[call["name"]]}
+    assert call["name"] == "add"
+    for _, content, calls, reason in told[2:4]:
+        assert content and not calls and reason == "length"
+
+
+def test_an_answer_is_divided_into_content_and_calls(model):
+    """At once and streamed; and why it ended."""
+    offer = Offer(model, "tiny", 900, settings=Settings())
+    add = f'{{"name": "add", "{offer.call_format.arguments}": {{"a": 1}}}}'
+    call = tag(add) if offer.call_format.is_tagged else add
+    add_alone = {"type": "function", "function": {"name": "add"}}
+    assert not read(True, offer, tools=TOOLS, tool_choice=add_alone).tools.is_parallel
+    for text, reason, tells in (
+        (call, "stop", "tool_calls"),
+        (call, "length", "length"),
+        (call[: call.index("1")], "stop", "stop"),  # by a stop string
+        ("Hi", "stop", "stop"),
+    ):
+        asked = read(True, offer, tools=TOOLS)
+        result = Result("", [], 0, text=text, finish_reason=reason)
+        (whole,) = Reply(asked, offer).completion([result])["choices"]
+        assert whole["finish_reason"] == tells
+        asked.is_streamed = True
+        reply = Reply(asked, offer)
+        pieces = [Update(0, [(letter, "plain")]) for letter in text]
+        chunks = [reply.chunk(update) for update in [*pieces, Update(0, result=result)]]
+        assert said(joined(chunks)) == said(whole)
+        assert ("tool_calls" in whole["message"]) == ("add" in text)
+        parts = [chunk["choices"][0]["delta"].get("tool_calls") for chunk in chunks]
+        for call in whole["message"].get("tool_calls", []):
+            assert call.keys() == {"id", "type", "function"}
+            assert whole["message"]["content"] is None
+            assert sum(map(bool, parts)) > 3  # the arguments come in pieces
+            assert chunks[-2]["choices"][0]["delta"].keys() <= {"tool_calls"}
+
+
+def test_past_calls_are_laid_out_as_objects(model):
+    """Beside a content that is null; and what a tool told."""
+    call = {"id": "x", "type": "function", "function": {"name": "add", "arguments": '{"a":1}'}}
+    messages = [
+        dict(role="user", content="Hi"),
+        dict(role="assistant", content=None, tool_calls=[call | {"index": 0}]),
+        dict(role="tool", tool_call_id="x", content=[dict(type="text", text="2")]),
+        dict(role="assistant", content="So.", tool_calls=[]),
+    ]
+    offer = Offer(model, "tiny", 900, settings=Settings())
+    (stream,) = read(True, offer, messages=messages).streams
+    laid_out = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    if not offer.call_format.is_tagged:
+        laid_out = '{"name": "add", "arguments": {"a": 1}}'
+    lines = ["user: Hi", "assistant: ", laid_out, "tool: 2", "assistant: So."]
+    text = model.tokenizer.decode(stream.request.tokens)
+    assert [line for line in text.split("\n") if line] == "\n".join(lines).split("\n")
+    call["function"]["arguments"] = ""  # from a stream without pieces
+    (stream,) = read(True, offer, messages=messages).streams
+    assert '"arguments": {}' in model.tokenizer.decode(stream.request.tokens)
+
+
+def function(**fields) -> dict:
+    return {"tools": [{"type": "function", "function": {"name": "f"} | fields}]}
+
+
+def past(arguments: object) -> dict:
+    called = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"messages": [dict(role="assistant", tool_calls=[called])]}
+
+
+WRONG = [
+    (dict(tools={}), "tools is {}: it must be of type list"),
+    (dict(tools=[{}]), "tools[0] must be an object of type function"),
+    (dict(tools=[{"type": "custom"}]), "tools[0] must be an object of type function"),
+    (dict(tools=[{"type": "function"}]), "tools[0].function.name is '': it must have 1 to 64"),
+    (function(name="a b"), "tools[0].function.name is 'a b': it must have 1 to 64"),
+    (function(returns={}), "tools[0].function.returns is not done here"),
+    (function(strict="yes"), "strict is 'yes': it must be of type bool"),
+    (function(parameters={"type": "array"}), "tools[0].function.parameters is of another type"),
+    (dict(tool_choice="must"), "tool_choice is 'must': it must be none, auto, required or"),
+    (dict(tool_choice="required"), "tool_choice is not done here: leave it out, or give"),
+    (dict(tool_choice={"type": "allowed_tools"}), "tool_choice must be an object of type function"),
+    (function() | dict(tool_choice=TOOLS[0]), "tool_choice.function.parameters is not done here"),
+    (
+        function() | dict(tool_choice={"type": "function", "function": {"name": "g"}}),
+        "tool_choice is not done here: leave it out, or give",
+    ),
+    (function() | dict(parallel_tool_calls=1), "parallel_tool_calls is 1"),
+    (function() | dict(response_format={"type": "json_object"}), "response_format and tools are"),
+    (past("{"), "messages[0].tool_calls[0].function.arguments is {: it must be the text of a JSON"),
+    (past("[1]"), "messages[0].tool_calls[0].function.arguments is [1]: it must be the text"),
+    (past({}), "arguments is {}: it must be of type str"),
+    (dict(messages=[dict(role="assistant", tool_calls=[1])]), "messages[0].tool_calls[0] must be"),
+    (dict(messages=[dict(role="user", content="a", tool_calls=[{}])]), "messages[0].tool_calls is"),
+    (dict(messages=[dict(role="tool")]), "messages[0] has no content"),
+]
+
+
+def test_what_is_wrong_with_tools_is_refused_by_name(model):
+    offer = Offer(model, "tiny", 900, settings=Settings())
+    for body, says in WRONG:
+        with pytest.raises(HttpError, match=f"^{re.escape(says)}") as error:
+            read(True, offer, **body)
+        assert error.value.status == 400 and error.value.param, body
+
+
+def test_a_model_without_tools_refuses_them_by_name(instruct):
+    """Its template would leave them out."""
+    for model in (Model.load(instruct, "cpu"), Model.load("tiny", "cpu")):
+        offer = Offer(model, "tiny", 90, settings=Settings())
+        for body, says in (
+            (function(), "tools is not done here: leave it out, or serve a model"),
+            (past("{}"), "messages[0].tool_calls is not done here"),
+            (dict(messages=[dict(role="tool", content="a")]), "messages[0] must have a role"),
+        ):
+            with pytest.raises(HttpError, match=f"^{re.escape(says)}"):
+                read(True, offer, **body)
+        assert read(True, offer, **function(), tool_choice="none").tools is None
+        assert read(True, offer, tools=[], parallel_tool_calls=False).tools is None
+
+
+@needs_llguidance
+def test_a_schema_that_is_not_followed_here_is_refused_if_it_must_be(model):
+    odd = function(parameters={"not": {}}) | dict(messages=[dict(role="user", content="a")])
+
+    async def scenario(app):
+        status, error = await refused(app, CHAT, odd | dict(tool_choice="required"))
+        assert (status, error["param"]) == (400, "tools") and "not" in error["message"]
+        assert (await post(app, CHAT, **odd, max_tokens=2))["choices"]
+        for depth in range(970, 990, 2):  # of which Python reads some, and cannot write them
+            deep = json.dumps(odd).replace("{}", '{"a":' * depth + "1" + "}" * depth)
+            status, error = await refused(app, CHAT, deep.encode())
+            assert status == 400, error
+
+    run(scenario, model=model, limit=900)
