@@ -34,6 +34,7 @@ DEFAULT_MAX_TOKENS = 16  # of /v1/completions; a chat's answer takes what the co
 MAX_CHOICES = 128  # prompts · n
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 1000
+MAX_ECHOED = 2**20  # numbers and texts of all prompts that one answer repeats
 MAX_CHARACTERS_A_TOKEN = 32  # a longer prompt is refused before it is cut into tokens
 LEAST_LOGPROB = -9999.0  # JSON has no −∞
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -118,6 +119,7 @@ def read_request(data: bytes, is_chat: bool, offer: Offer) -> Asked:
     echo = not is_chat and typed(body, "echo", bool, False)
     if echo:
         settings = replace(settings, prompt_logprobs=settings.logprobs)
+        check_echo(n * sum(map(len, prompts)), settings.logprobs)
     is_reply = is_chat and offer.model.uses_template(None)
     streams = []
     for tokens in prompts:
@@ -292,6 +294,16 @@ def check_length(param: str, tokens: list[int], offer: Offer) -> None:
     vocab_size = offer.model.tokenizer.vocab_size
     if not tokens or not 0 <= min(tokens) <= max(tokens) < vocab_size:
         raise bad(param, f"{param} must have a token, and tokens are from 0 to {vocab_size - 1}")
+
+
+def check_echo(num_tokens: int, num_top: int | None) -> None:
+    """Refuse an answer that costs memory and time for all out of proportion to what it took to
+    make: each text of a prompt repeats it. num_tokens: of the prompts in all texts."""
+    for_each = 1 if num_top is None else 2 + num_top  # its text; its logprob, and the most probable
+    count = num_tokens * for_each
+    if count > MAX_ECHOED:
+        message = f"echo would tell {count:,} numbers and texts of prompts"
+        raise bad("echo", f"{message}: at most {MAX_ECHOED:,} are told; lower n or logprobs")
 
 
 def too_long(param: str, size: str, offer: Offer) -> HttpError:

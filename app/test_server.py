@@ -28,6 +28,7 @@ import torch
 import grammar as grammar_page
 from app import asgi, openai, server
 from app import metrics as metrics_page
+from app.asgi import HttpError
 from app.metrics import Metrics
 from app.openai import Offer
 from app.server import Application
@@ -410,6 +411,17 @@ def test_an_echo_is_the_prompt_with_its_logprobs():
             assert (first["text"], first["logprobs"]) == (text, None)
 
     run(scenario)
+
+
+def test_an_echo_is_bounded():
+    """Other texts of a prompt cost nothing to make, and each repeats it."""
+    offer = Offer(tiny(), "tiny", 600, settings=Settings())
+    body = dict(prompt=[5] * 500, echo=True)
+    for beside in (dict(n=128), dict(n=64, logprobs=20)):
+        assert read(False, offer, **body, **beside).echo
+    with pytest.raises(HttpError, match="^echo would tell 1,408,000 numbers") as error:
+        read(False, offer, **body, n=128, logprobs=20)
+    assert (error.value.status, error.value.param) == (400, "echo")
 
 
 def piece_of(token: int) -> str:
