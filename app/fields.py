@@ -60,8 +60,8 @@ GROUPS: tuple[tuple[tuple[Any, ...], str], ...] = (  # values that ask for nothi
         include_stop_str_in_output grammar grammar_string
         suffix echo continue_final_message chat_template_kwargs documents negative_prompt
         safe_prompt tools functions image_data lora priority store vllm_xargs
-        thinking_forced_open prompt_logprobs n_probs post_sampling_probs return_token_ids
-        return_tokens return_tokens_as_token_ids return_prompt_text return_progress
+        thinking_forced_open n_probs post_sampling_probs return_token_ids return_tokens
+        return_tokens_as_token_ids return_prompt_text return_progress
         timings_per_token response_fields top_logprobs add_special_tokens special
         name tool_calls refusal annotations prefix partial disable_additional_properties
         """,

@@ -153,7 +153,7 @@ suffix refused "end" ""
 echo@chat refused true false
 echo@completions honoured true false
 prompt_embeds refused "x"
-prompt_logprobs refused 1 0
+prompt_logprobs refused 0
 truncate_prompt_tokens refused 4
 add_generation_prompt refused false true
 continue_final_message refused true false
