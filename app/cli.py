@@ -196,14 +196,12 @@ def options_of(args: argparse.Namespace) -> Options:
 def start(
     args: argparse.Namespace, model: Model, draft: Draft | None, max_len: int, max_batch: int
 ) -> Engine:
-    """The engine; messages say what runs, and which settings are ignored."""
+    """The engine; messages say what runs."""
     options = replace(options_of(args), max_len=max_len, max_batch=max_batch)
     engine = Engine(model, draft, options)
     llamas = [model.llama, *(draft.models if draft else ())]
     say(describe((args.target, args.draft), llamas))
     say(engine.describe())
-    for setting in model.recommended.unsupported():
-        say(f"note: this model's generation_config.json asks for {setting}, which is not done here")
     return engine
 
 
