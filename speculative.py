@@ -295,7 +295,7 @@ class Round:
 
         logits: [R, ≥ V], a row for each request. If a text has a grammar, the host waits for a GPU.
         """
-        q = self.probabilities(logits, rows, j)
+        q = self.probabilities(logits, rows, j).to(self.dtype)  # a draft may have another
         picked = self.draft_coin(j, rows).pick(q)
         if self.masks is not None:
             self.masks.push(rows, picked.tolist())

@@ -349,6 +349,14 @@ def test_a_draft_has_the_bits_that_are_asked_for_or_the_targets(name, monkeypatc
             assert stored == weight_bytes(llama) == bytes_in(asked or target, name)
 
 
+def test_a_draft_may_compute_in_another_dtype(base):
+    models = [Model.load(base, "cpu", dtype) for dtype in (torch.float32, torch.float64)]
+    for target, draft in (models, models[::-1]):
+        how = dict(draft=draft, temperature=1, seed=1, gamma=2, max_tokens=9)
+        results = generate(["a", "bcd", "e"], target, **how, chat=False)
+        assert all(result.speculation.acceptance > 0.5 for result in results)
+
+
 def test_a_draft_that_is_stored_in_few_bits_stays_as_it_is(base, model, tmp_path):
     llama = random_llama(3, Ops(), quantization=Quantization(8))
     small = shutil.copytree(base, tmp_path / "model")
