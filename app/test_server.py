@@ -1122,6 +1122,7 @@ def test_mistakes_are_one_line(monkeypatch, capsys):
         ),
         (["--allow-origin", "localhost:3000"], "--allow-origin is 'localhost:3000'"),
         (["--allow-origin", "HTTP://a"], "--allow-origin is 'HTTP://a'"),
+        (["--allow-origin", "http://a:*"], "--allow-origin is 'http://a:*'"),
         (["--tensor-parallel", "2"], "a server is one process"),
         (["--host", "no.such.host.invalid"], "nothing can listen on no.such.host.invalid"),
         (["--prompts", "x"], "unrecognized arguments"),
