@@ -268,6 +268,9 @@ def many_prompts(
         num_tokens += len(result.tokens)
         line = lines[result.index]
         print_json(result, **line.labels)
+        for entries in (result.logprobs, result.prompt_logprobs, line.request.logprobs):
+            if entries:  # of a large file they would take more memory than the model
+                entries.clear()
         say(f"line {line.number}: {summary(result)}")
 
     with results_to(args.out):

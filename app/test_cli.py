@@ -1,5 +1,6 @@
 """The command line: what flags do, alone and together; one line for everything that is wrong."""
 
+import gc
 import importlib.util
 import io
 import json
@@ -21,6 +22,7 @@ from conftest import SMALL, program, told, write_model
 from generate import Model, generate
 from model import Llama, weight_bytes
 from runner import ModelRunner
+from sampling import TokenLogprob
 from test_eagle import random_head
 
 PROMPT = "Once upon a time"
@@ -207,6 +209,20 @@ def test_logprobs_of_json_lines_are_those_of_the_flag(base, capsys, tmp_path):
     (result,) = run_json(capsys, PROMPT, *flags, "--json", "--prompt-logprobs", "1")
     assert "logprobs" not in result
     assert [entry["token"] for entry in result["prompt_logprobs"]] == told
+
+
+def test_logprobs_that_are_printed_take_no_memory(base, capsys, tmp_path, monkeypatch):
+    """A file may have a million prompts."""
+    alive = []
+
+    def count(*result, **labels) -> None:
+        alive.append(sum(type(each) is TokenLogprob for each in gc.get_objects()))
+
+    monkeypatch.setattr(cli, "print_json", count)
+    (tmp_path / "prompts").write_text('{"prompt": "abcd"}\n' * 4)
+    flags = ("--logprobs", "1", "--prompt-logprobs", "1", "--max-tokens", "2", "--max-batch", "1")
+    status, _, err = run(capsys, "--target", base, "--prompts", tmp_path / "prompts", *flags)
+    assert status == 0 and len(alive) == 4 and len({*alive}) == 1, (alive, err)
 
 
 def test_a_bad_line_keeps_its_id_and_the_others_are_served(base, capsys, tmp_path):
