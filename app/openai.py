@@ -204,12 +204,12 @@ def read_chat(body: Body, tools: Tools | None, offer: Offer) -> list[list[int]]:
         raise bad("messages", "messages must be a list of one message or more")
     may_call = offer.call_format is not None
     conversation = [chat_message(f"messages[{n}]", one, may_call) for n, one in enumerate(messages)]
-    laid_out = None if tools is None else [function.tool for function in tools.declared]
-    size = len(json.dumps([conversation, laid_out], ensure_ascii=False))
+    declared = None if tools is None else [function.tool for function in tools.declared]
+    size = len(json.dumps([conversation, declared], ensure_ascii=False))
     check_characters("messages", size, offer)
     thinking = read_thinking(body)
     if offer.model.uses_template(None):
-        tokens = offer.model.tokenizer.chat(conversation, enable_thinking=thinking, tools=laid_out)
+        tokens = offer.model.tokenizer.chat(conversation, enable_thinking=thinking, tools=declared)
     else:
         text = "\n".join(message["content"] for message in conversation)
         tokens = offer.model.encode(text, thinking=thinking)
@@ -497,8 +497,8 @@ class Reply:
             i = result.index
             choice: Body = {"text": self._echo(i) + result.text}
             if self.asked.is_chat:
-                choice = {"message": {"role": "assistant"} | self._content(i, result.text, True)}
-            choices.append(choice | self._rest(i, result.logprobs or (), result))
+                choice = {"message": {"role": "assistant"} | self._message(i, result.text, True)}
+            choices.append(choice | self._other_fields(i, result.logprobs or (), result))
             self.num_tokens[i] = len(result.tokens)
         return self._object(choices) | {"usage": self.usage()}
 
@@ -508,13 +508,13 @@ class Reply:
         text = "".join(piece for piece, _ in update.pieces)
         choice: Body = {"text": self._echo(i) + text}
         if self.asked.is_chat:
-            delta = self._content(i, text, update.result is not None)
+            delta = self._message(i, text, update.result is not None)
             if i not in self.num_tokens:
                 delta = {"role": "assistant"} | delta
             elif not delta["content"]:
                 del delta["content"]
             choice = {"delta": delta}
-        choice |= self._rest(i, update.logprobs, update.result)
+        choice |= self._other_fields(i, update.logprobs, update.result)
         self.num_tokens[i] = update.num_tokens
         chunk = self._object([choice], ".chunk")
         if self.asked.shows_origins:
@@ -551,13 +551,13 @@ class Reply:
         }
 
     def _echo(self, index: int) -> str:
-        """The prompt, if it is wanted before the first of a text."""
+        """The prompt, if it is asked for, and nothing of the text was told yet."""
         if not self.asked.echo or index in self.num_tokens:
             return ""
         return self.tokenizer.decode(self.asked.streams[index].result.prompt_tokens)
 
-    def _content(self, index: int, text: str, is_last: bool) -> Body:
-        """The next piece of a chat's text: what it says, and what it calls."""
+    def _message(self, index: int, text: str, is_last: bool) -> Body:
+        """The next piece of a chat's text, as a message: its content, and its calls."""
         if not self.readers:
             return {"content": text}
         delta = self.readers[index].feed(text, is_last)
@@ -569,7 +569,9 @@ class Reply:
                 del call["index"]
         return {"content": delta.content or None, "tool_calls": calls}
 
-    def _rest(self, index: int, logprobs: Sequence[TokenLogprob], result: Result | None) -> Body:
+    def _other_fields(
+        self, index: int, logprobs: Sequence[TokenLogprob], result: Result | None
+    ) -> Body:
         """The fields of a choice beside its text. logprobs: new ones; result: None until the text
         ends."""
         form = self._chat_logprobs if self.asked.is_chat else self._text_logprobs
@@ -592,8 +594,8 @@ class Reply:
         """Those of a chat's new tokens; None if there are none."""
         content = []
         for entry in entries:
-            top = [self._token(token, logprob) for token, logprob in entry.top]
-            fields = self._token(entry.token, entry.logprob)
+            top = [self._token_fields(*pair) for pair in entry.top]
+            fields = self._token_fields(entry.token, entry.logprob)
             content.append(fields | {"top_logprobs": top})
         return {"content": content} if content else None
 
@@ -606,13 +608,13 @@ class Reply:
             rows.append((request.tokens[0], None, None))  # nothing comes before it
             entries = [*request.prompt_logprobs, *entries]
         for entry in entries:
-            top = {self._text(token): finite(logprob) for token, logprob in entry.top}
+            top = {self._token_text(token): finite(logprob) for token, logprob in entry.top}
             rows.append((entry.token, finite(entry.logprob), top))
         if not rows:
             return None
         tokens, logprobs, tops = zip(*rows)
         return {
-            "tokens": [self._text(token) for token in tokens],
+            "tokens": [self._token_text(token) for token in tokens],
             "token_logprobs": logprobs,
             "top_logprobs": tops,
             "text_offset": [self._offset(index, token) for token in tokens],
@@ -624,11 +626,11 @@ class Reply:
         self.offsets[index] += len(self.decoders[index].feed(token))
         return offset
 
-    def _token(self, token: int, logprob: float) -> Body:
+    def _token_fields(self, token: int, logprob: float) -> Body:
         data = self.tokenizer.token_bytes(token, special=True)
-        return {"token": self._text(token), "logprob": finite(logprob), "bytes": list(data)}
+        return {"token": self._token_text(token), "logprob": finite(logprob), "bytes": list(data)}
 
-    def _text(self, token: int) -> str:
+    def _token_text(self, token: int) -> str:
         return self.tokenizer.token_bytes(token, special=True).decode(errors="replace")
 
 

@@ -218,8 +218,8 @@ class CallReader:
 def call_grammar(tools: Tools) -> str | None:
     """A grammar, in Lark, of texts that call none but these functions; None if a text is free.
 
-    Arguments follow their schema if a text must call, or if the function is strict. A text that
-    need not call holds no `<tool_call>` or, in the form without tags, does not begin with {.
+    Arguments follow their schema if a text must call, or if the function is strict. Where a text
+    need not call, its content has no `<tool_call>` or, in the form without tags, no { at its start.
     """
     is_strict = any(function.is_strict for function in tools.functions)
     if not (tools.must_call or is_strict) and tools.is_parallel:

@@ -130,9 +130,8 @@ def timed_split(file: Path, pattern: str) -> Split:
         return lambda text, deadline: compiled.split(text)
 
     def split(text: str, deadline: float) -> list[str]:
-        factor = (
-            1  # `regex` counts the time of all threads: a timeout may come too early for this one
-        )
+        # `regex` counts the time of all threads: a timeout may come too early for this one.
+        factor = 1
         left = deadline - thread_time()
         while left > 0:
             with suppress(TimeoutError):

@@ -213,8 +213,8 @@ def read_gguf_byte_level(gguf: GGUF) -> Vocabulary:
 
 
 def pre_tokenizer(gguf: GGUF) -> PreTokenizer:
-    """The one that the file names. Without a name, a vocabulary that has Llama 3's first control
-    token gets Llama 3's. UserError for a name that is not known."""
+    """The one that the file names. Without a name, or with "default", a vocabulary that has Llama
+    3's first control token gets Llama 3's. UserError for a name that is not known."""
     name = metadata(gguf, "pre")
     begin = token_texts(gguf)[BEGIN_OF_LLAMA3 : BEGIN_OF_LLAMA3 + 1]
     if name in (None, "default") and begin == ["<|begin_of_text|>"]:
