@@ -538,7 +538,7 @@ def test_roles_that_share_numbers_change_the_law():
     assert error(accept_as=TEXT) > 0.02
 
 
-@pytest.mark.parametrize("where", ["own", "paged"])
+@pytest.mark.parametrize("where", [pytest.param("own", marks=pytest.mark.slow), "paged"])
 def test_frequencies_of_whole_texts_with_productions_coin(where):
     """Runner, drafter, caches and keyed numbers, in several rounds: χ² of 2,000 texts. It is large
     if two roles are one, if two drafts are, or if each round draws the numbers of the first."""
