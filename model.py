@@ -17,7 +17,7 @@ belongs, and `ops` (kernels.py) computes.
   - Rotary embeddings (Su et al. 2021) turn the dimension pair (i, i + D/2) of q and k by position ·
     θ^(−2i/D), so that q · k depends on the distance alone.
   - Qwen 2.5 adds biases to q, k and v. Qwen 3 has a norm of each head of q and of k, which attend
-    takes before it rotates them (`HeadNorm`).
+    applies before it rotates them (`HeadNorm`).
   - In grouped-query attention (Ainslie et al. 2023) H query heads share G key/value heads. SwiGLU
     is by Shazeer 2020.
 

@@ -16,8 +16,8 @@ preemption, a prefix hit, decoding and verification are one path, in any mix:
 last token of the text is pending, until the request is preempted; a drafter's cache may lack more.
 
     B requests of a round · k the largest number of drafts in it · V vocabulary · T tokens of a step
-    R rows of logits: one for each draft, and one more for each request of the round; and of prompts
-    whose log-probabilities are asked for, one for each token: at most a step's budget
+    R rows of logits: one for each draft, and one more for each request of the round; then one for
+    each token of a prompt whose log-probabilities are asked for (at most a step's budget)
 """
 
 from __future__ import annotations
@@ -63,8 +63,9 @@ class ScheduledRequest(NamedTuple):
         return self.start + self.num_tokens
 
     @property
-    def prompt_rows(self) -> range:
-        """The positions in the text whose logits tell the next prompt token's logprob, if asked."""
+    def prompt_positions(self) -> range:
+        """The positions of this step whose logits give the next prompt token's logprob; empty if
+        none are asked for."""
         if self.request.settings.prompt_logprobs is None:
             return range(0)
         return range(self.start, min(self.stop, self.request.num_prompt_tokens - 1))
@@ -114,7 +115,8 @@ class ModelRunner:
         sibling with the same prompt. CacheFull is raised before anything has changed."""
         self.drafter.open(request)
         known = request.tokens
-        if request.settings.prompt_logprobs is not None:  # a token that is found has no logits
+        if request.settings.prompt_logprobs is not None:
+            # Tokens that the cache finds have no logits: only those whose records are there may be.
             known = known[: len(request.prompt_logprobs) + 1]
         try:
             if sibling is None:
@@ -262,8 +264,8 @@ class ModelRunner:
         """Run the passes of a step, and fill `features`.
 
         Returns what each round made, its accepted drafts and the token after them; and the logits
-        of the target, as `_run_target` orders them. (A grammar's masks are not applied to those
-        that are asked for.)
+        of the target, as `_run_target` orders them. (If logprobs are asked for, they are without a
+        grammar's masks.)
         """
         counts = self._multi_step_counts(scheduled)
         if counts:  # then no request asks for logits
@@ -308,7 +310,7 @@ class ModelRunner:
     ) -> Tensor:
         """The target's pass, which fills `features`. Returns the logits [R, ≥ V] after the last
         pending token of each round, and after each of its drafts, round after round; then those of
-        prompts (`ScheduledRequest.prompt_rows`), request after request.
+        prompts (`ScheduledRequest.prompt_positions`), request after request.
 
         The host knows the pending tokens; the device alone knows the drafts. So each input id is
         looked up in the drafts of the round, [B · k], with the known tokens behind them. A chunk of
@@ -326,7 +328,7 @@ class ModelRunner:
         b = 0  # the next row of the round
         for item in scheduled:
             shift = len(sources) - item.start  # from a position in the text to one in the pass
-            prompt_indices += [position + shift for position in item.prompt_rows]
+            prompt_indices += [position + shift for position in item.prompt_positions]
             pending = item.request.tokens[item.start : item.stop]
             to_store.append((item.request.seq, pending + [0] * item.num_drafts))
             first = num_drafts + len(known)
@@ -363,6 +365,7 @@ class ModelRunner:
         for b, num_drafts in enumerate(round.num_drafts):
             owners += [b] * (num_drafts + 1)
             places += range(b * width, b * width + num_drafts + 1)
+        # The rows of prompts, which come after those of rounds, are not sampled.
         probs = round.probabilities(logits[: len(owners)], owners)  # [·, V]
         if len(owners) < B * width:
             padded = probs.new_zeros(B * width, probs.shape[1])
@@ -390,16 +393,18 @@ class ModelRunner:
         return logprobs
 
     def _record_prompts(self, scheduled: Sequence[ScheduledRequest], logits: Tensor) -> None:
-        """Enter the records of prompt tokens. logits: as `_run_target` returns them."""
-        asking = [(item.request, item.prompt_rows) for item in scheduled if item.prompt_rows]
-        first_row = len(logits) - sum(len(places) for _, places in asking)
-        for request, places in asking:
-            rows = logits[first_row : first_row + len(places), : self.drawing.vocab_size]
-            tokens = request.tokens[places.start + 1 : places.stop + 1]
+        """Enter the records of prompt tokens. logits: those of `_run_target`, theirs last."""
+        asking = [item for item in scheduled if item.prompt_positions]
+        first_row = len(logits) - sum(len(item.prompt_positions) for item in asking)
+        for item in asking:
+            request = item.request
+            positions = item.prompt_positions
+            rows = logits[first_row : first_row + len(positions), : self.drawing.vocab_size]
+            tokens = request.tokens[positions.start + 1 : positions.stop + 1]
             records = token_logprobs(check_finite(rows), tokens, request.settings.prompt_logprobs)
-            # After a preemption, or by another text of the prompt, they may be entered already.
-            request.prompt_logprobs[places.start : places.stop] = records
-            first_row += len(places)
+            # They may be there already: after a preemption, or from a sibling.
+            request.prompt_logprobs[positions.start : positions.stop] = records
+            first_row += len(positions)
 
     def _observe(
         self,
@@ -423,7 +428,7 @@ class ModelRunner:
 
     def _finish(self, request: Request, new: list[int], stats: RoundStats) -> list[int]:
         """Append what a round made to the text, up to an end-of-text. Returns the new tokens."""
-        del new[request.num_remaining :]  # if no token is to be made, one was drawn all the same
+        del new[request.num_remaining :]  # max_tokens of 0: one was drawn all the same
         for i, token in enumerate(new):
             if token in request.eos_token_ids:
                 del new[i + 1 :]

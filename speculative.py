@@ -23,19 +23,19 @@ for one before it that is less likely. The first j drafts have the weight
 
     w_j = min(1, w_j₋₁ · p_j(x_j) / q_j(x_j)),        w₀ = 1
 
-and the residual after them is max(0, w_j p_j₊₁ − q_j₊₁), whose sum is m_j. From the last draft back
-to the first, draft j stands with probability h_j = m_j / (m_j + 1 − w_j). The first that stands is
+and the residual after them is max(0, w_j p_j₊₁ − q_j₊₁), with the sum m_j. Each draft j stands with
+probability h_j = m_j / (m_j + 1 − w_j), independently of the others. The last draft that stands is
 accepted, with all drafts before it; if none stands, no draft is. The round ends with a token drawn
-from the residual there, normalized. After the last draft q is 0: h_γ = m_γ = w_γ, and the residual
-is p, so the token is a bonus.
+from the residual after the accepted drafts, normalized. After the last draft q is 0: h_γ = m_γ =
+w_γ, and the residual is w_γ p, so the token is a bonus.
 
-Proof that the text follows p, and that at least the first j drafts are accepted with probability
-w_j, given these drafts. The latter holds for all γ, because h_γ = w_γ. If it holds for j + 1, then
+Proof that the text follows p, and of a claim: given the first j drafts, at least these are accepted
+with probability w_j. The claim holds for j = γ, because h_γ = w_γ. If it holds for j + 1, then
 after the first j drafts, with w = w_j, m = m_j, p = p_j₊₁ and q = q_j₊₁:
   1. x comes out as an accepted draft with probability q(x) · min(1, w p(x)/q(x)) =
      min(w p(x), q(x)).
   2. So at most j drafts are accepted with probability 1 − Σ min(w p, q) = 1 − w + m, and exactly j
-     with probability (1 − w + m) · h_j = m. The same sum normalizes the residual. At least j are
+     with probability (1 − w + m) · h_j = m. The sum of the residual is m, too. At least j are
      accepted with probability (w − m) + m = w: the claim for j.
   3. x comes out as a correction with probability m · max(0, w p(x) − q(x)) / m =
      max(0, w p(x) − q(x)).
@@ -43,15 +43,16 @@ after the first j drafts, with w = w_j, m = m_j, p = p_j₊₁ and q = q_j₊₁
   5. Position j + 1 counts only if at least j drafts were accepted, which has probability w. Then
      they are the text, and x comes out with probability p(x): by induction, every token follows p.
 Token by token, the first j drafts are accepted with probability Π min(1, p/q) ≤ w_j. So a block is
-never worse; and nothing that keeps the law accepts more on average (Sun et al. 2024, theorem 2).
+never worse; and no other rule by which the text follows p accepts more on average (Sun et al. 2024,
+theorem 2).
 
 Both are exact mode. In coupled mode (Daliri, Musco & Suresh 2024) the target picks with the keyed
 noise of each position, as in plain decoding. A draft is picked with the *same* noise, and is
 accepted if the target picks it, too. The text then depends on target and seed alone, but fewer
 drafts are accepted: at least (1 − TV) / (1 + TV), against β = 1 − TV token by token, where
 TV = ½ Σ |p − q|.
-At temperature 0 both modes accept the target's choice alone. A round of such texts is coupled,
-because that mode needs no q.
+At temperature 0 both modes accept the target's choice alone. A round in which every text has
+temperature 0 is coupled, because that mode needs no q.
 
 Invariant: the number of drafts of a round never depends on that round's draws. If it did, the text
 would not follow p.
@@ -84,7 +85,7 @@ class Proposal(NamedTuple):
 
     tokens: Tensor  # int64[B, k]; −1 where a request has fewer, or where logits were not finite
     q: Tensor | None  # the distributions of the drafts: float[B, k + 1, V], 0 after a request's
-    #                   last draft. None in coupled mode, which needs no q: it would be large
+    #                   last draft. None in coupled mode, which needs no q (it is large)
 
 
 class Coin(Protocol):
@@ -106,10 +107,7 @@ def verify(p: Tensor, q: Tensor, drafted: Tensor, coin: Coin) -> tuple[Tensor, T
     ratio = ratio.clamp(max=1)
     stands = coin.accept(ratio)
     accepted = count_leading(stands)
-    rows = torch.arange(len(p), device=p.device)
-    p_end = p[rows, accepted]  # [B, V]: where the round ends
-    q_end = q[rows, accepted]
-    return accepted, pick_residual(p_end, q_end, coin)
+    return accepted, pick_residual(p, q, accepted, coin)
 
 
 def likelihood_ratio(p: Tensor, q: Tensor, drafted: Tensor) -> Tensor:
@@ -122,24 +120,29 @@ def likelihood_ratio(p: Tensor, q: Tensor, drafted: Tensor) -> Tensor:
     return ratio[..., 0]
 
 
-def pick_residual(p: Tensor, q: Tensor, coin: Coin) -> Tensor:
-    """Draw from max(0, p − q), normalized; from p if it has no mass: float[B, V] -> int64[B]."""
-    residual = p - q
+def pick_residual(p: Tensor, q: Tensor, accepted: Tensor, coin: Coin) -> Tensor:
+    """Draw the token after the accepted drafts from max(0, p − q) there, normalized; from p if that
+    has no mass: int64[B]."""
+    rows = torch.arange(len(p), device=p.device)
+    p_end = p[rows, accepted]  # [B, V]: where the round ends
+    q_end = q[rows, accepted]
+    residual = p_end - q_end
     residual = residual.clamp(min=0)
     mass = residual.sum(-1, keepdim=True)
-    probs = torch.where(mass > 0, residual / mass, p)  # no mass: p = q, to rounding
+    probs = torch.where(mass > 0, residual / mass, p_end)  # no mass: p = q, to rounding
     return coin.pick(probs)
 
 
 def verify_block(p: Tensor, q: Tensor, drafted: Tensor, coin: Coin) -> tuple[Tensor, Tensor]:
-    """`verify`, but as a block, in the names of the proof. This never waits for the device."""
+    """`verify`, but as a block, in the names of the proof. The host never waits for the device."""
     ratio = likelihood_ratio(p, q, drafted)  # [B, k]
     weights = [torch.ones_like(ratio[:, 0])]
     for ratio_j in ratio.unbind(1):
         weight = weights[-1] * ratio_j
         weights.append(weight.clamp(max=1))
     w = torch.stack(weights, 1)  # [B, k + 1]
-    residual = w[..., None] * p - q
+    weighted = w[..., None] * p
+    residual = weighted - q
     residual = residual.clamp(min=0)  # [B, k + 1, V]
     m = residual.sum(-1)  # [B, k + 1]
     rest = 1 - w
@@ -147,16 +150,11 @@ def verify_block(p: Tensor, q: Tensor, drafted: Tensor, coin: Coin) -> tuple[Ten
     h = torch.where(w == 1, 1, h)  # it may be 0 / 0: p = q, to rounding
     stands = coin.accept(h[:, 1:])
     accepted = count_to_last(stands)
-    rows = torch.arange(len(p), device=p.device)
-    p_end = p[rows, accepted]  # [B, V]: where the round ends
-    q_end = q[rows, accepted]
-    w_end = w[rows, accepted, None]  # [B, 1]
-    weighted = w_end * p_end
-    return accepted, pick_residual(weighted, q_end, coin)
+    return accepted, pick_residual(weighted, q, accepted, coin)
 
 
 def couple(p: Tensor, drafted: Tensor, coin: Coin) -> tuple[Tensor, Tensor]:
-    """`verify` in coupled mode: accept the drafts that the target picks, too. The coin has
+    """`verify` in coupled mode: accept each draft that is also the target's pick. The coin has
     B · (k + 1) rows."""
     B, k = drafted.shape
     rows = p.flatten(0, 1)  # [B · (k + 1), V]
@@ -191,7 +189,7 @@ class Drawing(NamedTuple):
     vocab_size: int
     coupled: bool = False  # the mode of verification
     make_coin: Callable[[Tensor, Tensor, Tensor], Coin] | None = None
-    by_token: bool = False  # in exact mode: drafts are not verified as a block
+    by_token: bool = False  # in exact mode: verify token by token, not as a block
 
 
 class Round:
@@ -340,6 +338,8 @@ def main() -> None:
     of 3, and ends with token 0.
     """
 
+    target = Toy(seed=1)
+
     def run(walk: Walk, n: int) -> list[tuple[int, ...]]:
         cache, draft_cache = (KVCache(KVSpec(1, 1, 1, dtype=torch.float64), 7, n) for _ in range(2))
         drafter = ModelDrafter(Toy(seed=2), draft_cache)
@@ -352,7 +352,6 @@ def main() -> None:
             pass
         return [tuple(request.tokens[1:]) for request in requests]
 
-    target = Toy(seed=1)
     law = enumerate_law(run)
     wanted = sequential_law(target, (1,), 3, (0,), lambda logits: logits.softmax(-1))
     print("text, its probability by speculation, and by the target alone")

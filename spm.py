@@ -40,9 +40,9 @@ class SentencePieceBPE:
         self.merges = merges
         self._remembered = lru_cache(REMEMBERED)(self._encode_word)
 
-    def encode(self, text: str, is_first: bool, ends: float) -> list[int]:
-        """The ids of a text without added tokens. is_first: nothing comes before it. ends: a
-        deadline that only the patterns of tokenizer.py need."""
+    def encode(self, text: str, is_first: bool, deadline: float) -> list[int]:
+        """The ids of a text without added tokens. is_first: nothing comes before it.
+        deadline: only the patterns of tokenizer.py need it."""
         ids: list[int] = []
         for word in self.merges.words.findall(self._with_space(text, is_first)):
             if len(word) <= LONGEST_REMEMBERED:

@@ -7,6 +7,7 @@ from museum import ROOMS, Exhibit, planted
 from sampling import draft_role
 
 
+@pytest.mark.slow
 def test_every_bug_is_caught(capsys):
     exhibits = sum(ROOMS.values(), [])
     assert len(exhibits) >= 30

@@ -235,17 +235,17 @@ OF_BOTH = {  # a bug -> the function, a piece of it, and what is planted there
         MASS,
         f"residual[residual < 0.5 * residual.amax(-1, keepdim=True)] = 0; {MASS}",
     ),
-    "the draft is not subtracted": (pick_residual, "p - q", "p"),
+    "the draft is not subtracted": (pick_residual, "p_end - q_end", "p_end"),
     "the residual is not clamped": (pick_residual, CLAMPED, "residual.abs()"),
 }
 BY_TOKEN = {
     "only the drafted token is removed": (
         pick_residual,
         CLAMPED,
-        "torch.where((q > 0) & (q == q.amax(-1, keepdim=True)), 0, p)",
+        "torch.where((q_end > 0) & (q_end == q_end.amax(-1, keepdim=True)), 0, p_end)",
     ),
     "no bonus: the last distribution once more": (
-        verify,
+        pick_residual,
         "p[rows, accepted]",
         "p[rows, accepted - 1 * (q[rows, accepted].sum(-1) == 0)]",
     ),
@@ -262,17 +262,17 @@ AS_BLOCK = {
         RATIO_J,
         "weights[-1] * ratio_j.clamp(max=1)",
     ),
-    "the residual is not weighted": (verify_block, "w_end * p_end", "p_end"),
+    "the residual is not weighted": (verify_block, "pick_residual(weighted", "pick_residual(p"),
     "the residual of the draft before": (
-        verify_block,
+        pick_residual,
         "q[rows, accepted]",
         "q[rows, accepted - 1]",
     ),
-    "the mass without weights": (verify_block, "w[..., None] * p", "p"),
+    "the mass without weights": (verify_block, "weighted - q", "p - q"),
     "the weight of the draft before": (
         verify_block,
-        "w[rows, accepted, None]",
-        "w[rows, (accepted - 1).clamp(min=0), None]",
+        "pick_residual(weighted",
+        "pick_residual(torch.cat((w[:, :1], w[:, :-1]), 1)[..., None] * p",
     ),
     "the wrong normalizer": (verify_block, NORMALIZED, "m / (m + 1)"),
     "the sum of the draft before": (verify_block, NORMALIZED, "m.roll(1, 1) / (m + rest)"),
@@ -538,7 +538,7 @@ def test_roles_that_share_numbers_change_the_law():
     assert error(accept_as=TEXT) > 0.02
 
 
-@pytest.mark.parametrize("where", ["own", "paged"])
+@pytest.mark.parametrize("where", [pytest.param("own", marks=pytest.mark.slow), "paged"])
 def test_frequencies_of_whole_texts_with_productions_coin(where):
     """Runner, drafter, caches and keyed numbers, in several rounds: χ² of 2,000 texts. It is large
     if two roles are one, if two drafts are, or if each round draws the numbers of the first."""

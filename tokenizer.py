@@ -70,12 +70,12 @@ class ByteLevelBPE:
         self._ids = list(merges.merged.values())
         self.missing_bytes = bytes(byte for byte in range(256) if bytes([byte]) not in ranks)
 
-    def encode(self, text: str, is_first: bool, ends: float) -> list[int]:
-        """The ids of a text without added tokens: cut it into pieces, then merge each. ends: the
-        `thread_time` at which patterns have had their time (checkpoint/bytelevel.py)."""
+    def encode(self, text: str, is_first: bool, deadline: float) -> list[int]:
+        """The ids of a text without added tokens: cut it into pieces, then merge each.
+        deadline: of the patterns, in `thread_time` (checkpoint/bytelevel.py)."""
         pieces = [text]
         for split in self.merges.splits:
-            pieces = [part for piece in pieces for part in split(piece, ends) if part]
+            pieces = [part for piece in pieces for part in split(piece, deadline) if part]
         ids = []
         for piece in pieces:
             word = piece.encode(errors="surrogateescape")
@@ -191,7 +191,7 @@ class Tokenizer:
         is_first: nothing comes before this text; some models then put a space before it.
         """
         ids = []
-        ends = thread_time() + SECONDS
+        deadline = thread_time() + SECONDS
         # "Added" are tokens that are found before a text is cut (here without control tokens). The
         # split keeps them: text, token, text, …
         added = self.whole if special else self._vocabulary.added
@@ -200,7 +200,7 @@ class Tokenizer:
             if part in added:
                 ids.append(added[part])
             else:
-                ids += self._bpe.encode(part, is_first and n == 0, ends)
+                ids += self._bpe.encode(part, is_first and n == 0, deadline)
         return ids
 
     def prompt(self, text: str, special: bool = False) -> list[int]:
@@ -230,7 +230,7 @@ class Tokenizer:
                 f"{self._vocabulary.file}: there is no chat template; use a text, or a folder with "
                 "a chat_template.jinja"
             )
-        encode = partial(self._bpe.encode, ends=thread_time() + SECONDS)
+        encode = partial(self._bpe.encode, deadline=thread_time() + SECONDS)
         template = self._templates[source]
         return template.tokens(messages, add_generation_prompt, encode, enable_thinking, tools)
 

@@ -483,7 +483,7 @@ def compare_white_space(folder: Path, n: int, seed: int = 0) -> None:
 
 def main(data: Path, smollm2: Path) -> None:
     wiki = (data / "text" / "wiki.test.raw").read_text("utf-8")
-    texts = [wiki, *wiki.splitlines(keepends=True), *random_texts(20_000), *every_character()]
+    texts = [wiki, *wiki.splitlines(keepends=True), *random_texts(5_000), *every_character()]
     compare_merges(200)
     llama3 = Reference.from_file(str(data / "llama3" / "tokenizer.json"))
     ours = Tokenizer.load(data / "llama3")

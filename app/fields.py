@@ -24,7 +24,7 @@ from errors import brief, nearest
 from settings import SETTINGS
 
 Body = dict[str, Any]  # of a request or an answer: a JSON object
-# Honoured in both paths, in each of them, and in a message, where labels of clients are allowed.
+# The fields that are honoured: in both paths, in each of them, and in a message.
 BOTH = """
     model n seed stop max_tokens max_completion_tokens stop_token_ids ignore_eos logprobs stream
     stream_options response_format json_schema structured_outputs origins
@@ -32,8 +32,9 @@ BOTH = """
 TOOLS = {"tools", "tool_choice", "parallel_tool_calls"}
 CHAT = {*SETTINGS, *BOTH.split(), "messages", "top_logprobs", "chat_template_kwargs", *TOOLS}
 COMPLETION = {*SETTINGS, *BOTH.split(), "prompt", "echo", "add_special_tokens", "special"}
+# All but role and content are labels that clients put there.
 MESSAGE = set("role content id opts agent model messageId traceId timestamp usage parsed".split())
-OF_ROLE = {  # of a model that may call
+MESSAGE_WITH_TOOLS = {  # by its role, if the model can call functions
     "assistant": {*MESSAGE, "tool_calls"},
     "tool": {*MESSAGE, "tool_call_id", "name"},
 }
@@ -44,9 +45,10 @@ ALIASES = {
     "sampler_seed": "seed",
     "stopping_strings": "stop",
 }
-OFF = (0, "", [], {})  # and false
-ON = (1,)  # and true
-GROUPS: tuple[tuple[tuple[Any, ...], str], ...] = (  # values that ask for nothing; their fields
+OFF = (0, "", [], {})  # and False, which is 0 in Python
+ON = (1,)  # and True
+# Values that ask for nothing, and the fields in which they do.
+GROUPS: tuple[tuple[tuple[Any, ...], str], ...] = (
     (
         OFF,
         """
@@ -108,17 +110,18 @@ HARMLESS = set(
 
 
 def check_listed(given: Body, honoured: Collection[str], where: str = "") -> None:
-    """HttpError that names the first field that is refused. where: the path to the object."""
+    """HttpError that names the first field that is refused. where: the path to the object, which
+    ends with a dot."""
     for name, value in given.items():
         is_known = name in honoured or name in HARMLESS
         if is_known or value is None or value in NEUTRAL.get(name, ()):
             continue
         path = brief(where + name, 100)
-        guess = "" if name in NEUTRAL else nearest(name, sorted(honoured))
+        guess = "" if name in NEUTRAL else nearest(name, sorted(honoured))  # a typo
         raise HttpError(400, f"{path} is not done here: leave it out{guess}", param=path)
 
 
-def with_one_name(body: Body) -> Body:
+def without_aliases(body: Body) -> Body:
     """The body without nulls and ALIASES. HttpError if a field has two values."""
     fields = {name: value for name, value in body.items() if value is not None}
     for alias, name in ALIASES.items():

@@ -7,8 +7,8 @@ reads a body, and `Reply` writes the answers: one object, or, streamed, a chunk 
 of a text, with the role in the first and the finish_reason in the last.
 
 `special`: a prompt means the control tokens that it spells (the default: they are text there).
-`max_completion_tokens` comes before `max_tokens`. `stop_token_ids` may end a text amid its grammar:
-its finish_reason is `length` then.
+`max_completion_tokens` wins over `max_tokens`. `stop_token_ids` may end a text amid its grammar:
+then its finish_reason is `length`.
 """
 
 import json
@@ -20,8 +20,24 @@ from typing import Any
 from uuid import uuid4
 
 from app.asgi import HttpError
-from app.fields import CHAT, COMPLETION, MESSAGE, OF_ROLE, Body, check_listed, with_one_name
-from app.tools import NAME, CallFormat, CallReader, Function, Tools, call_format, call_grammar
+from app.fields import (
+    CHAT,
+    COMPLETION,
+    MESSAGE,
+    MESSAGE_WITH_TOOLS,
+    Body,
+    check_listed,
+    without_aliases,
+)
+from app.tools import (
+    FUNCTION_NAME,
+    CallFormat,
+    CallReader,
+    Function,
+    Tools,
+    call_format,
+    call_grammar,
+)
 from checkpoint.files import parse_json
 from errors import UserError, brief
 from generate import Model
@@ -47,7 +63,7 @@ FORMATS = {  # of an answer -> the fields that describe it
     "json_schema": ("type", "schema", "json_schema"),
 }
 ANY_OBJECT = {"type": "object"}
-# The fields of an object with a function, and those of its function.
+# Of each object that holds a function: its fields, and those of the function.
 TOOL = ("type", "function"), ("name", "description", "parameters", "strict")
 TOOL_CHOICE = ("type", "function"), ("name",)
 TOOL_CALL = ("id", "index", "type", "function"), ("name", "arguments", "parsed_arguments")
@@ -102,8 +118,8 @@ def bad(param: str, message: str, code: str | None = None, status: int = 400) ->
 
 
 def read_request(data: bytes, is_chat: bool, offer: Offer) -> Asked:
-    """Read a request's body; its grammar is not compiled. HttpError or UserError for what is
-    wrong."""
+    """Read a request's body, and check all but its grammar, which is compiled later. HttpError or
+    UserError for what is wrong."""
     body = read_object(data)
     check_listed(body, CHAT if is_chat else COMPLETION)
     name = body.get("model", offer.name)
@@ -143,15 +159,15 @@ def read_request(data: bytes, is_chat: bool, offer: Offer) -> Asked:
 
 
 def read_object(data: bytes) -> Body:
-    """The JSON object of a body, without the fields that are null. Each field has one name, and
-    100.0 is 100: to some clients all numbers are fractions."""
+    """The JSON object of a body, without nulls and aliases. 100.0 is 100: to some clients all
+    numbers are fractions."""
     try:
         body = parse_json(data.decode())
     except (ValueError, RecursionError) as error:
         raise HttpError(400, f"the body is not JSON: {brief(error, 200)}") from None
     if not isinstance(body, dict):
         raise HttpError(400, "the body is not a JSON object")
-    return with_one_name({name: as_whole(value) for name, value in body.items()})
+    return without_aliases({name: as_whole(value) for name, value in body.items()})
 
 
 def as_whole(value: Any) -> Any:
@@ -190,12 +206,12 @@ def read_chat(body: Body, tools: Tools | None, offer: Offer) -> list[list[int]]:
         raise bad("messages", "messages must be a list of one message or more")
     may_call = offer.call_format is not None
     conversation = [chat_message(f"messages[{n}]", one, may_call) for n, one in enumerate(messages)]
-    laid_out = None if tools is None else [function.tool for function in tools.declared]
-    size = len(json.dumps([conversation, laid_out], ensure_ascii=False))
+    declared = None if tools is None else [function.tool for function in tools.declared]
+    size = len(json.dumps([conversation, declared], ensure_ascii=False))
     check_characters("messages", size, offer)
     thinking = read_thinking(body)
     if offer.model.uses_template(None):
-        tokens = offer.model.tokenizer.chat(conversation, enable_thinking=thinking, tools=laid_out)
+        tokens = offer.model.tokenizer.chat(conversation, enable_thinking=thinking, tools=declared)
     else:
         text = "\n".join(message["content"] for message in conversation)
         tokens = offer.model.encode(text, thinking=thinking)
@@ -211,15 +227,29 @@ def read_thinking(body: Body) -> bool | None:
 
 
 def chat_message(where: str, message: Any, may_call: bool) -> Message:
-    """A message with one text, as chat templates want it. may_call: the model's has tools."""
+    """A message with one text, as chat templates want it. may_call: the model's template has
+    tools."""
     roles = ROLES | {"tool": "tool"} if may_call else ROLES
     if not isinstance(message, dict) or str(message.get("role")) not in roles:
         raise bad(where, f"{where} must have a role: {', '.join(roles)}")
     role = roles[message["role"]]
-    check_listed(message, OF_ROLE.get(role, MESSAGE) if may_call else MESSAGE, f"{where}.")
+    allowed = MESSAGE_WITH_TOOLS.get(role, MESSAGE) if may_call else MESSAGE
+    check_listed(message, allowed, f"{where}.")
     content = message.get("content")
     if content is None and role == "assistant":
         content = ""
+    read: Message = {"role": role, "content": joined_text(where, content)}
+    if role == "tool":
+        read |= {name: typed(message, name, str, "") for name in ("tool_call_id", "name")}
+    calls = typed(message, "tool_calls", list, [])
+    if calls:
+        path = f"{where}.tool_calls"
+        read["tool_calls"] = [past_call(f"{path}[{n}]", call) for n, call in enumerate(calls)]
+    return read
+
+
+def joined_text(where: str, content: Any) -> str:
+    """A message's content, which is a text, or a list of its parts."""
     if content is None:
         raise bad(f"{where}.content", f"{where} has no content: give it a text")
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
@@ -231,18 +261,12 @@ def chat_message(where: str, message: Any, may_call: bool) -> Message:
             raise bad(where, f"{where} has a content of type {shown}: only text is read here")
         check_listed(part, ("type", "text"), f"{where}.content.")
         text += part["text"]
-    read: Message = {"role": role, "content": text}
-    if role == "tool":
-        read |= {name: typed(message, name, str, "") for name in ("tool_call_id", "name")}
-    calls = typed(message, "tool_calls", list, [])
-    if calls:
-        path = f"{where}.tool_calls"
-        read["tool_calls"] = [past_call(f"{path}[{n}]", call) for n, call in enumerate(calls)]
-    return read
+    return text
 
 
 def past_call(where: str, call: Any) -> Body:
-    """A call, as chat templates want it: its arguments are an object, not the text of one."""
+    """A call of an earlier answer, as chat templates want it: its arguments are an object, not the
+    text of one."""
     function = read_function(where, call, TOOL_CALL)
     text = typed(function, "arguments", str, "") or "{}"
     try:
@@ -360,7 +384,7 @@ def read_tool(where: str, tool: Any) -> Function:
 
 
 def read_function(where: str, given: Any, fields: tuple[Sequence[str], Sequence[str]]) -> Body:
-    """The function in a tool, a call or a choice. fields: see TOOL."""
+    """The function in a tool, a call or a choice. fields: TOOL, TOOL_CALL or TOOL_CHOICE."""
     if not isinstance(given, dict) or given.get("type") != "function":
         raise bad(where, f"{where} must be an object of type function")
     outer, inner = fields
@@ -368,7 +392,7 @@ def read_function(where: str, given: Any, fields: tuple[Sequence[str], Sequence[
     function = typed(given, "function", dict, {})
     check_listed(function, inner, f"{where}.function.")
     name = typed(function, "name", str, "")
-    if not re.fullmatch(NAME, name):
+    if not re.fullmatch(FUNCTION_NAME, name):
         path = f"{where}.function.name"
         rule = "it must have 1 to 64 letters, digits, _ and -"
         raise bad(path, f"{path} is {brief(repr(name), 100)}: {rule}")
@@ -379,7 +403,7 @@ def read_function(where: str, given: Any, fields: tuple[Sequence[str], Sequence[
 
 
 def read_settings(body: Body, is_chat: bool, tools: Tools | None, offer: Offer) -> Settings:
-    """UserError or HttpError for a bad value. Some values are those of vLLM and llama.cpp."""
+    """UserError or HttpError for a bad value. A top_k or seed of −1 is vLLM's and llama.cpp's."""
     chosen: Body = {name: body[name] for name in SAMPLING if name in body}
     if chosen.get("top_k") == -1:  # all
         chosen["top_k"] = 0
@@ -397,7 +421,7 @@ def read_settings(body: Body, is_chat: bool, tools: Tools | None, offer: Offer) 
             check_whole(name, body[name], 0, None)
             chosen["max_tokens"] = body[name]
     chosen["logprobs"] = body.get("logprobs")
-    if is_chat:  # there it is a switch
+    if is_chat:  # there logprobs is a switch, and top_logprobs the number
         num_top = body.get("top_logprobs", 0)
         check_whole("top_logprobs", num_top, 0, MAX_LOGPROBS)
         is_wanted = typed(body, "logprobs", bool, False)
@@ -485,8 +509,8 @@ class Reply:
             i = result.index
             choice: Body = {"text": self._echo(i) + result.text}
             if self.asked.is_chat:
-                choice = {"message": {"role": "assistant"} | self._said(i, result.text, True)}
-            choices.append(choice | self._about(i, result.logprobs or (), result))
+                choice = {"message": {"role": "assistant"} | self._message(i, result.text, True)}
+            choices.append(choice | self._other_fields(i, result.logprobs or (), result))
             self.num_tokens[i] = len(result.tokens)
         return self._object(choices) | {"usage": self.usage()}
 
@@ -496,13 +520,13 @@ class Reply:
         text = "".join(piece for piece, _ in update.pieces)
         choice: Body = {"text": self._echo(i) + text}
         if self.asked.is_chat:
-            delta = self._said(i, text, update.result is not None)
+            delta = self._message(i, text, update.result is not None)
             if i not in self.num_tokens:
                 delta = {"role": "assistant"} | delta
             elif not delta["content"]:
                 del delta["content"]
             choice = {"delta": delta}
-        choice |= self._about(i, update.logprobs, update.result)
+        choice |= self._other_fields(i, update.logprobs, update.result)
         self.num_tokens[i] = update.num_tokens
         chunk = self._object([choice], ".chunk")
         if self.asked.shows_origins:
@@ -539,13 +563,13 @@ class Reply:
         }
 
     def _echo(self, index: int) -> str:
-        """The prompt, if it is wanted before the first of a text."""
+        """The prompt, if it is asked for, and nothing of the text was told yet."""
         if not self.asked.echo or index in self.num_tokens:
             return ""
         return self.tokenizer.decode(self.asked.streams[index].result.prompt_tokens)
 
-    def _said(self, index: int, text: str, is_last: bool) -> Body:
-        """The next piece of a chat's text: what it says, and what it calls."""
+    def _message(self, index: int, text: str, is_last: bool) -> Body:
+        """The next piece of a chat's text, as a message: its content, and its calls."""
         if not self.readers:
             return {"content": text}
         delta = self.readers[index].feed(text, is_last)
@@ -557,9 +581,12 @@ class Reply:
                 del call["index"]
         return {"content": delta.content or None, "tool_calls": calls}
 
-    def _about(self, index: int, logprobs: Sequence[TokenLogprob], result: Result | None) -> Body:
-        """The fields that every choice has. logprobs: new ones; result: None if there is none
-        yet."""
+    def _other_fields(
+        self, index: int, logprobs: Sequence[TokenLogprob], result: Result | None
+    ) -> Body:
+        """The fields of a choice beside its text. logprobs: new ones; result: None until the text
+        ends."""
+        form = self._chat_logprobs if self.asked.is_chat else self._text_logprobs
         reason = None
         if result is not None:
             if result.error:
@@ -569,34 +596,37 @@ class Reply:
                 reason = "tool_calls"
         return {
             "index": index,
-            "logprobs": self._logprobs(index, logprobs),
+            "logprobs": form(index, logprobs),
             "finish_reason": reason,
         }
 
     # ---- Log-probabilities
 
-    def _logprobs(self, index: int, entries: Sequence[TokenLogprob]) -> Body | None:
-        """None if there are no new ones."""
-        if self.asked.is_chat:
-            content = []
-            for entry in entries:
-                top = [self._token(token, logprob) for token, logprob in entry.top]
-                fields = self._token(entry.token, entry.logprob)
-                content.append(fields | {"top_logprobs": top})
-            return {"content": content} if content else None
+    def _chat_logprobs(self, index: int, entries: Sequence[TokenLogprob]) -> Body | None:
+        """Those of a chat's new tokens; None if there are none."""
+        content = []
+        for entry in entries:
+            top = [self._token_fields(*pair) for pair in entry.top]
+            fields = self._token_fields(entry.token, entry.logprob)
+            content.append(fields | {"top_logprobs": top})
+        return {"content": content} if content else None
+
+    def _text_logprobs(self, index: int, entries: Sequence[TokenLogprob]) -> Body | None:
+        """Those of a completion's new tokens, and first of its prompt's, if asked for; None if
+        there are none."""
         rows: list[tuple[int, float | None, Body | None]] = []
         request = self.asked.streams[index].request
         if request.settings.prompt_logprobs is not None and index not in self.num_tokens:
             rows.append((request.tokens[0], None, None))  # nothing comes before it
             entries = [*request.prompt_logprobs, *entries]
         for entry in entries:
-            top = {self._text(token): told(logprob) for token, logprob in entry.top}
-            rows.append((entry.token, told(entry.logprob), top))
+            top = {self._token_text(token): finite(logprob) for token, logprob in entry.top}
+            rows.append((entry.token, finite(entry.logprob), top))
         if not rows:
             return None
         tokens, logprobs, tops = zip(*rows)
         return {
-            "tokens": [self._text(token) for token in tokens],
+            "tokens": [self._token_text(token) for token in tokens],
             "token_logprobs": logprobs,
             "top_logprobs": tops,
             "text_offset": [self._offset(index, token) for token in tokens],
@@ -608,15 +638,15 @@ class Reply:
         self.offsets[index] += len(self.decoders[index].feed(token))
         return offset
 
-    def _token(self, token: int, logprob: float) -> Body:
+    def _token_fields(self, token: int, logprob: float) -> Body:
         data = self.tokenizer.token_bytes(token, special=True)
-        return {"token": self._text(token), "logprob": told(logprob), "bytes": list(data)}
+        return {"token": self._token_text(token), "logprob": finite(logprob), "bytes": list(data)}
 
-    def _text(self, token: int) -> str:
+    def _token_text(self, token: int) -> str:
         return self.tokenizer.token_bytes(token, special=True).decode(errors="replace")
 
 
-def told(logprob: float) -> float:
+def finite(logprob: float) -> float:
     return max(logprob, LEAST_LOGPROB)
 
 

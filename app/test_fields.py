@@ -538,7 +538,7 @@ def text_of(prompt: str, settings: str) -> str:
 
 def wanted(case: Case, i: int) -> str | None:
     """The text of choice i. None: it is not known."""
-    body = fields.with_one_name(case.body)
+    body = fields.without_aliases(case.body)
     prompt = body["messages"][0]["content"] if case.is_chat else body["prompt"]
     seed = body.get("seed", -1)
     is_free = body.get("temperature", 1) > 0 and seed == -1
@@ -590,7 +590,7 @@ def fault(case: Case, status: int, text: str) -> str:
         return "" if status in (400, 404) and is_named else f"{status} {error}"
     if case.refused:
         return f"{case.refused} are accepted"
-    body = fields.with_one_name(case.body)
+    body = fields.without_aliases(case.body)
     answer = whole(text)
     choices = answer["choices"]
     n = int(body.get("n", 1))

@@ -371,7 +371,7 @@ def test_logprobs_are_those_of_the_command_line():
         assert answer["choices"][0]["logprobs"] is None
 
     run(scenario)
-    json.dumps(openai.told(-math.inf), allow_nan=False)
+    json.dumps(openai.finite(-math.inf), allow_nan=False)
 
 
 def test_an_echo_is_the_prompt_with_its_logprobs():
@@ -473,7 +473,7 @@ def test_the_fields_keep_their_meaning():
             test_ends_of_text_can_be_ignored_and_added,
         ),
         (openai, "SAMPLING", (), test_the_fields_of_settings_make_the_texts_of_generate),
-        (openai, "told", abs, test_logprobs_are_those_of_the_command_line),
+        (openai, "finite", abs, test_logprobs_are_those_of_the_command_line),
     ]
     for owner, name, wrong, test in planted:
         with pytest.MonkeyPatch.context() as patch:

@@ -304,6 +304,7 @@ def said(choice: dict) -> tuple:
 
 
 @needs_llguidance
+@pytest.mark.slow
 def test_calls_in_a_loop(model):
     """Required, of a name, and free; streamed, with a draft, the same ones as at once, without."""
     add = {"type": "function", "function": {"name": "add"}}

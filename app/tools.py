@@ -6,15 +6,17 @@
                     {"name": "add", "arguments": {"a": 1, "b": 2}}
                     </tool_call>
 
-The model's chat template tells it which functions there are. `CallReader` divides what it writes
-into content and calls, and `call_grammar` makes it write calls.
+The model's chat template tells it which functions there are. `CallReader` divides its text into
+content and calls, and `call_grammar` makes it write calls.
 
 A call begins with `<tool_call>` anywhere in a text; a model without tags writes one call, where its
 text begins. The name comes before the arguments. What is nearly a call, or calls a function that
-was not declared, is content. The arguments of a free text may be no JSON, as those of OpenAI's
-models: what has begun as a call is a call, even if it is cut. A grammar holds them to their schema:
-if a call is required, which comes first then, without reasoning; if a function is strict; and if
-there may be one call alone.
+was not declared, is content. In a text without a grammar the arguments may be no JSON, as those of
+OpenAI's models: what has begun as a call is a call, even if it is cut. A text has a grammar if
+
+    a call is required              it comes first, without reasoning; arguments follow their schema
+    a function is strict            its arguments follow its schema
+    there may be one call alone     its arguments are an object
 
 Invariant: content and calls do not depend on how a text is cut into pieces.
 Not covered: other forms ([TOOL_CALLS], Python's notation, arguments before the name).
@@ -28,12 +30,11 @@ from uuid import uuid4
 
 import regex  # it matches texts that break off amid a pattern; `re` does not
 
-NAME = "[a-zA-Z0-9_-]{1,64}"  # of a function: OpenAI's rule
-# Patterns, in which ␣ is white space. It is bounded, and so is the text that must wait: a small
-# model may write new lines without an end.
-HEAD = (  # of a call, up to its arguments
+FUNCTION_NAME = "[a-zA-Z0-9_-]{1,64}"  # OpenAI's rule
+# The head of a call, up to its arguments. ␣ is white space (see `pattern`).
+HEAD = (
     r'\{␣(?:"type"␣:␣"function"␣,␣)?'
-    rf'"name"␣:␣"(?P<name>{NAME})"␣,␣"(?:arguments|parameters)"␣:␣(?=\{{)'
+    rf'"name"␣:␣"(?P<name>{FUNCTION_NAME})"␣,␣"(?:arguments|parameters)"␣:␣(?=\{{)'
 )
 LEXEME = regex.compile(r'(?s)[^"{}\\]+|\\.|["{}]')  # of JSON, as far as its end depends on it
 # Spaces as in the templates. If white space were free, a small model might write nothing else.
@@ -43,15 +44,17 @@ SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator":
 class CallFormat(NamedTuple):
     """How a model writes a call."""
 
-    opening: regex.Pattern  # of a call, up to its arguments
+    opening: regex.Pattern  # the tag, if there is one, and the head
     closing: regex.Pattern  # what follows the arguments
     arguments: str  # the name of the arguments
     is_tagged: bool
-    call: str  # in Lark
-    text: str  # in Lark: a text that calls nothing
+    call: str  # a rule in Lark: a call
+    text: str  # a terminal in Lark: a text that calls nothing
 
 
 def pattern(text: str) -> regex.Pattern:
+    """The pattern, in which ␣ is white space of up to 9 characters. It is bounded, because a reader
+    holds back what may become a call, and a small model may write new lines without an end."""
     return regex.compile(text.replace("␣", r"\s{0,9}"))
 
 
@@ -74,7 +77,7 @@ BARE = CallFormat(
 
 
 def call_format(template: str) -> CallFormat | None:
-    """How a model with this chat template writes calls; None: in no form that is known here."""
+    """How a model with this chat template writes calls; None: in none of these forms."""
     if "<tool_call>" in template:
         return TAGGED
     if regex.search(r'"parameters\\?": ', template):
@@ -83,7 +86,7 @@ def call_format(template: str) -> CallFormat | None:
 
 
 class Function(NamedTuple):
-    """A function that is declared."""
+    """A function that a request declares."""
 
     name: str
     schema: dict[str, Any]  # of its arguments, which are an object
@@ -101,7 +104,7 @@ class Tools(NamedTuple):
     """What a text may call."""
 
     declared: list[Function]
-    functions: list[Function]  # those of them that may be called
+    functions: list[Function]  # the declared ones that may be called
     form: CallFormat
     must_call: bool
     is_parallel: bool  # several calls are allowed, if they have tags
@@ -125,9 +128,9 @@ class CallReader:
         self.form = form
         self.names = names
         self.num_calls = 0
-        self._rest = ""  # the end of the text: it cannot be told yet what it is
-        self._read = self._content  # what comes next: content, arguments, or the end of a call
-        self._is_first = True  # nothing but calls came before
+        self._rest = ""  # the end of the text, which is not divided yet
+        self._read_next = self._read_content  # the state: the method for what comes next
+        self._is_first = True  # no content since the beginning, or since the last call
         self._depth = 0  # braces that are open in the arguments
         self._in_string = False
 
@@ -140,7 +143,7 @@ class CallReader:
         """Read the next piece of the text."""
         self._rest += piece
         delta = Delta()
-        while self._rest and self._read(delta, is_last):
+        while self._rest and self._read_next(delta, is_last):
             pass
         return delta
 
@@ -151,21 +154,21 @@ class CallReader:
 
     # Each of these takes the beginning of the rest, and returns whether to go on.
 
-    def _content(self, delta: Delta, is_last: bool) -> bool:
-        """Read up to the head of the next call, and the head."""
+    def _read_content(self, delta: Delta, is_last: bool) -> bool:
+        """Read the content before the next call, and the head of that call."""
         match = None
         if self._is_first or self.form.is_tagged:
             match = self.form.opening.search(self._rest, partial=not is_last)
         content = self._take(len(self._rest) if match is None else match.start())
-        is_end_of_line = content.isspace() and self._is_first and self.num_calls > 0
-        if content and not is_end_of_line:
-            self._say(delta, content)
+        is_between_calls = content.isspace() and self._is_first and self.num_calls > 0
+        if content and not is_between_calls:
+            self._add_content(delta, content)
         if match is None or match.partial:
             return False
         head = self._take(len(match[0]))
         is_one_too_many = self.num_calls > 0 and not self.form.is_tagged
         if match["name"] not in self.names or is_one_too_many:
-            self._say(delta, head)
+            self._add_content(delta, head)
             return True
         delta.calls[self.num_calls] = {
             "index": self.num_calls,
@@ -174,14 +177,15 @@ class CallReader:
             "function": {"name": match["name"], "arguments": ""},
         }
         self.num_calls += 1
-        self._read = self._arguments
+        self._read_next = self._read_arguments
         return True
 
-    def _say(self, delta: Delta, content: str) -> None:
+    def _add_content(self, delta: Delta, content: str) -> None:
         delta.content += content
         self._is_first = False
 
-    def _arguments(self, delta: Delta, is_last: bool) -> bool:
+    def _read_arguments(self, delta: Delta, is_last: bool) -> bool:
+        """Read up to the brace that closes the arguments."""
         size = 0
         for word in LEXEME.finditer(self._rest):
             size = word.end()
@@ -190,20 +194,21 @@ class CallReader:
             elif not self._in_string:
                 self._depth += {"{": 1, "}": -1}.get(word[0], 0)
             if self._depth == 0:
-                self._read = self._closing
+                self._read_next = self._read_closing
                 break
         index = self.num_calls - 1
         part = delta.calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
         part["function"]["arguments"] += self._take(size)
         return self._depth == 0
 
-    def _closing(self, delta: Delta, is_last: bool) -> bool:
+    def _read_closing(self, delta: Delta, is_last: bool) -> bool:
+        """Read what ends a call, if it is there: a spoilt call is over without it."""
         match = self.form.closing.match(self._rest, partial=True)
         if match is not None and match.partial and not is_last:
             return False
         self._take(0 if match is None else match.end())
         self._is_first = True
-        self._read = self._content
+        self._read_next = self._read_content
         return True
 
 
@@ -211,23 +216,25 @@ class CallReader:
 
 
 def call_grammar(tools: Tools) -> str | None:
-    """A grammar, in Lark, of texts whose calls are of these functions; None: nothing is promised.
+    """A grammar, in Lark, of texts that call none but these functions; None if a text is free.
 
-    Arguments follow their schema if a text must call, or if a function is strict. A text that may
-    call, and need not, is anything else that is not nearly a call.
+    Arguments follow their schema if a text must call, or if the function is strict. Where a text
+    need not call, its content has no `<tool_call>` or, in the form without tags, no { at its start.
     """
     is_strict = any(function.is_strict for function in tools.functions)
     if not (tools.must_call or is_strict) and tools.is_parallel:
         return None
     form = tools.form
-    opening = ': "<tool_call>"'
-    starts = ("call", 'call ("\\n" call)*')
-    if not tools.must_call:
+    has_several = tools.is_parallel and form.is_tagged
+    if tools.must_call:
+        start = 'call ("\\n" call)*' if has_several else "call"
+        opening = ': "<tool_call>"'
+    else:
+        start = "call* TEXT?" if has_several else "call | TEXT?"
         opening = "[lazy]: /(?s:.*)<tool_call>/"  # after any text
-        starts = ("call | TEXT?", "call* TEXT?")
     names = [f"function_{n}" for n in range(len(tools.functions))]
     rules = [
-        f"start: {starts[tools.is_parallel and form.is_tagged]}",
+        f"start: {start}",
         f"call: {form.call}",
         f"opening{opening}",
         f"TEXT: {form.text}",

@@ -20,8 +20,8 @@ what is left of it are lone surrogates then, as Python's `surrogateescape` has t
 Cost: every token is merged alone, once.
 Not covered, and refused by name: Unigram, WordPiece, other normalizers. (Byte fallback is
 sentencepiece.py's.) The patterns run in `regex`, whose edition of Unicode may be newer than that of
-`tokenizers`: a character that only the newer one knows may be cut another way. So with Python's
-normal form C.
+`tokenizers`: a character that only the newer one knows may be cut another way. The same holds for
+Python's normal form C.
 """
 
 import json
@@ -55,14 +55,14 @@ LLAMA3_SPLIT = (
 )
 QWEN2_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")  # a digit is a piece
 PUNCTUATION = r"[\p{P}!-/:-@\[-`{-~]"  # Unicode's, and all of ASCII's
-# These patterns take a time like a text's length:
+# Patterns whose time grows in proportion to a text's length.
 LINEAR = {GPT2_SPLIT, LLAMA3_SPLIT, QWEN2_SPLIT, r"\p{N}", r"\p{N}+"}
 LINEAR |= {PUNCTUATION, f"{PUNCTUATION}+"}
 
 SECONDS = 5.0
 LONGEST_PATTERN = 100_000  # characters
 MOST_STEPS = 16  # of a pre_tokenizer
-MOST_MARKS = 1000  # in a row: Python takes their square to bring them in order
+MOST_MARKS = 1000  # combining marks in a row: Python orders n of them in a time like n²
 NFC = {"type": "NFC"}  # the one normalizer that is known
 
 # Syntax that means the same in `regex` and in the engine of `tokenizers` (Oniguruma):
@@ -70,7 +70,7 @@ ESCAPE = r"\\[pP]\{\w+\}|\\[sSnrt]|\\\W"
 CHARACTER_CLASS = rf"\[\^?(?:{ESCAPE}|[^\\\[\]&]|&(?!&))+\]"
 PLAIN_SYNTAX = rf"(?:{ESCAPE}|{CHARACTER_CLASS}|\(\?(?:i?:|<?[=!])|\}}(?!\+)|[^\\\[\](^}}])*"
 
-ABSENT = (  # settings of a tokenizer.json that change tokens, and are not honoured
+REFUSED_SETTINGS = (  # of a tokenizer.json: they change tokens, and are not honoured
     "byte_fallback",
     "dropout",
     "continuing_subword_prefix",
@@ -78,7 +78,7 @@ ABSENT = (  # settings of a tokenizer.json that change tokens, and are not honou
 )
 
 
-# A text, and when this thread's time for it ends -> pieces
+# A text, and its deadline in the time of this thread -> pieces
 Split = Callable[[str, float], list[str]]
 
 
@@ -99,7 +99,7 @@ def normal_form(file: Path) -> Split:
     for a text that would take it long."""
     too_many = regex.compile(rf"(?<!\p{{M}})\p{{M}}{{{MOST_MARKS}}}")
 
-    def normalize(text: str, ends: float) -> list[str]:
+    def normalize(text: str, deadline: float) -> list[str]:
         if too_many.search(text):
             reject(file, f"a text has {MOST_MARKS} combining marks in a row", "leave some out")
         return [unicodedata.normalize("NFC", text)]
@@ -124,19 +124,20 @@ def compile_split(file: Path, pattern: str) -> Split:
 
 
 def timed_split(file: Path, pattern: str) -> Split:
-    """UserError names the pattern, once the time of its thread has come."""
+    """A function that cuts a text by this pattern. UserError if it meets its deadline."""
     compiled = regex.compile(f"({pattern})", regex.MULTILINE)  # $ is the end of a line
     if pattern in LINEAR:
-        return lambda text, ends: compiled.split(text)
+        return lambda text, deadline: compiled.split(text)
 
-    def split(text: str, ends: float) -> list[str]:
-        threads = 1
-        left = ends - thread_time()
+    def split(text: str, deadline: float) -> list[str]:
+        # `regex` counts the time of all threads: a timeout may come too early for this one.
+        factor = 1
+        left = deadline - thread_time()
         while left > 0:
-            with suppress(TimeoutError):  # this counts the time of all threads together
-                return compiled.split(text, timeout=left * threads)  # without the GIL
-            threads *= 2
-            left = ends - thread_time()
+            with suppress(TimeoutError):
+                return compiled.split(text, timeout=left * factor)  # without the GIL
+            factor *= 2
+            left = deadline - thread_time()
         wrong = f"the split pattern {pattern!r} takes more than {SECONDS} s for this text"
         reject(file, wrong, "change the text, or use another tokenizer")
 
@@ -184,7 +185,7 @@ def read_split(file: Path, step: Json) -> Split:
 
 def matches_of(split: Split) -> Split:
     """A step that keeps what the pattern of another matches, and leaves out the text between."""
-    return lambda text, ends: split(text, ends)[1::2]
+    return lambda text, deadline: split(text, deadline)[1::2]
 
 
 def split_of_letters(split: Split) -> Split:
@@ -192,9 +193,9 @@ def split_of_letters(split: Split) -> Split:
     byte_of = alphabet()
     letters = {byte: letter for letter, byte in byte_of.items()}
 
-    def split_bytes(text: str, ends: float) -> list[str]:
+    def split_bytes(text: str, deadline: float) -> list[str]:
         spelled = text.encode(errors="surrogateescape").decode("latin-1").translate(letters)
-        parts = [bytes(map(byte_of.get, part)) for part in split(spelled, ends)]
+        parts = [bytes(map(byte_of.get, part)) for part in split(spelled, deadline)]
         return [part.decode(errors="surrogateescape") for part in parts]
 
     return split_bytes
@@ -221,7 +222,7 @@ def read_byte_level(file: Path, data: Json, config: Json) -> Vocabulary:
 def make_byte_level(
     texts: TokenTexts, merges: list[Any], splits: list[Split], ignore_merges: bool
 ) -> Vocabulary:
-    """UserError unless merges make tokens of tokens."""
+    """The vocabulary of these tokens and merges. UserError unless merges make tokens of tokens."""
     file, vocab, special, added, *_ = texts
     spelled = spell_tokens(file, vocab, special | added)
     numbers = read_merges(file, merges, spelled.keys())
@@ -244,7 +245,7 @@ def check_model(file: Path, data: Json) -> None:
     model = data["model"]
     decoder = data.get("decoder") or {}
     settings = data | model
-    odd = {name: settings[name] for name in ABSENT if settings.get(name)}
+    odd = {name: settings[name] for name in REFUSED_SETTINGS if settings.get(name)}
     if steps_of(data.get("normalizer"), "normalizers") not in ([], [NFC]):
         odd["normalizer"] = data["normalizer"]
     if alphabet().keys() - model["vocab"].keys() and model.get("unk_token"):

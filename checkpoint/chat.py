@@ -18,8 +18,9 @@ Invariants:
   - The last user message is in it: as a text or, for templates that want these, as a list of parts.
     A template that changes it is told; one that leaves it out is refused.
 
-The template is foreign code, which sandbox.py runs. It runs four times for a prompt: on the
-messages as they were written, and with stand-ins; and so with another text in the last one's place.
+The template is foreign code, which sandbox.py runs: on the messages as they were written, and with
+stand-ins. Both happen twice for a prompt, the second time with another text as the last user
+message; and once more if that is to be a list of parts.
 """
 
 import json
@@ -57,7 +58,7 @@ def load_template(folder: Path, config: Json, name: str = "default") -> str | No
 
 
 def checked_template(file: Path, template: Any, name: str = "default") -> str | None:
-    """The template, of several the one of this name. UserError for what is none."""
+    """The template, of several the one of this name. UserError if it is no text."""
     with suppress(LookupError, TypeError):
         if isinstance(template, list):  # several, by name
             template = {entry["name"]: entry["template"] for entry in template}.get(name)
@@ -81,7 +82,7 @@ class ChatTemplate:
         marks = stand_ins(self._letters)
         self._restore = {ord(mark): letter for letter, mark in marks.items()}
         self.ids = vocabulary.special | vocabulary.added
-        for text in vocabulary.added.keys() - known:  # found in any text, so in messages, too
+        for text in vocabulary.added.keys() - known:  # cut out of messages, too
             self.ids[text.translate(marks)] = self.ids[text]
         swallows = [
             texts | {text.translate(marks) for text in texts} for texts in vocabulary.swallows
@@ -98,9 +99,12 @@ class ChatTemplate:
         enable_thinking: bool | None = None,
         tools: list[Json] | None = None,
     ) -> list[int]:
-        """The tokens of a conversation, [{"role": …, "content": …}, …]. encode: for text without
-        added tokens, and whether it is the first. enable_thinking: None, if the template is to
-        choose. tools: functions that an answer may call, as OpenAI's protocol has them."""
+        """The tokens of a conversation.
+
+        encode(text, is_first): the tokens of a text without added tokens. enable_thinking: None if
+        the template is to choose. tools: functions that an answer may call, as OpenAI's protocol
+        has them.
+        """
         options = {"add_generation_prompt": add_generation_prompt, "tools": tools}
         if enable_thinking is not None:
             options["enable_thinking"] = enable_thinking
@@ -122,27 +126,28 @@ class ChatTemplate:
     def _render(self, messages: list[Message], options: Json) -> str:
         """The template's text, with stand-ins in the messages. UserError if the template has no
         place for them; a warning if it changes the last user message. options: what the template
-        gets beside them."""
+        gets beside the messages."""
         for n, message in enumerate(messages, 1):
             check_message(n, message, self._fields)
-        text = replace_surrogates(json.dumps([messages, options], ensure_ascii=False))
-        turns, options = json.loads(text)
+        written = json.dumps([messages, options], ensure_ascii=False)
+        turns, options = json.loads(replace_surrogates(written))
         of_users = [turn for turn in turns if turn["role"] == "user"]
         last = of_users[-1] if of_users else {"content": ""}
-        asked = last["content"].strip()
+        last_text = last["content"].strip()
         text, problem = self._lay_out(turns, str, options)
         others = [turn | {"content": UNUSED} if turn is last else turn for turn in turns]
         without, _ = self._lay_out(others, str, options)
 
-        def has_asked(text: str) -> bool:
-            """The template, or another message, may say the same."""
-            counts = [each.translate(self._restore).count(asked) for each in (text, without)]
-            return not asked or counts[0] > counts[1]
+        def has_last(text: str) -> bool:
+            """Whether the last user message is in this text: more often than without that message,
+            because the template, or another message, may say the same."""
+            counts = [each.translate(self._restore).count(last_text) for each in (text, without)]
+            return not last_text or counts[0] > counts[1]
 
-        if not problem and has_asked(text):
+        if not problem and has_last(text):
             return text
         in_parts, other_problem = self._lay_out(turns, parts_of, options)
-        if not other_problem and has_asked(in_parts):
+        if not other_problem and has_last(in_parts):
             return in_parts
         if not problem and text == without:
             problem = "it leaves the last user message out, as a text and as a list of parts"
@@ -157,14 +162,15 @@ class ChatTemplate:
     def _lay_out(
         self, turns: list[Message], form: Callable[[str], Any], options: Json
     ) -> tuple[str, str]:
-        """What `Renderer.render` makes of these turns. form: of a content, for the template."""
+        """The text that the template makes of these turns, and an empty string; or an empty text,
+        and what is wrong. form: makes what the template gets as a content."""
         messages = [turn | {"content": form(turn["content"])} for turn in turns]
         values = {**self.vocabulary.named, "documents": None, **options, "messages": messages}
         return self._renderer.render(self.source, values, self._letters)
 
 
 def parts_of(content: str) -> list[Json]:
-    """A content as templates of models that see pictures want it."""
+    """A content as a list of parts, which templates of models that see pictures want."""
     return [{"type": "text", "text": content}]
 
 

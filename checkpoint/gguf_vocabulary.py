@@ -7,9 +7,9 @@
 
 The patterns themselves are not stored: `PRE_TOKENIZERS` knows them by name. They are those of the
 models' own tokenizer.json; "default" is llama.cpp's, for models that its converter did not know. A
-vocabulary of Llama 3's has Llama 3's patterns even if its file names none, as files of its first
-weeks do. Neither is Qwen's normalizer (NFC): it goes with the pattern qwen2, as in Qwen's folders.
-(llama.cpp leaves it out.)
+vocabulary of Llama 3 has Llama 3's patterns even if its file names none, as in files of its first
+weeks. Qwen's normalizer (NFC) is not stored, either: it goes with the pattern qwen2, as in Qwen's
+folders. (llama.cpp leaves it out.)
 
 As in llama.cpp, a text ends with every token that the file names for it, or that is spelled like
 one (`ENDS`). These and bos are control tokens, whatever their kind.
@@ -63,7 +63,7 @@ CASED_LETTERS = (  # of Latin, Greek, Cyrillic, Armenian, Georgian, Cherokee, â€
 
 
 class PreTokenizer(NamedTuple):
-    """What a name stands for."""
+    """How a text is cut into pieces before they are merged."""
 
     patterns: list[str]
     keeps_tokens: bool = False  # whether a piece that is a token stays whole (`ignore_merges`)
@@ -105,12 +105,12 @@ NAMES = ("bos", "eos", "eot", "eom")
 
 
 def read_gguf_vocabulary(gguf: GGUF) -> Vocabulary:
-    """UserError names the file and what is not honoured."""
+    """A file's vocabulary. UserError names the file and what is not honoured."""
     try:
         model = metadata(gguf, "model")
         if metadata(gguf, "add_eos_token", False):
             reject(gguf.file, "add_eos_token is true", "supported are tokens before a text")
-        readers = {"llama": read_pieces, "gpt2": read_merges_of_bytes}
+        readers = {"llama": read_gguf_sentencepiece, "gpt2": read_gguf_byte_level}
         if model not in readers:
             wrong = f"tokenizer.ggml.model is {model!r}"
             reject(gguf.file, wrong, "supported are llama (SentencePiece) and gpt2 (bytes)")
@@ -168,21 +168,21 @@ def named_texts(gguf: GGUF) -> dict[str, str]:
 
 
 def prefix(gguf: GGUF, default: bool) -> list[int]:
-    """The ids that begin a raw prompt."""
+    """The ids that begin a raw prompt. default: whether bos does, if the file does not say."""
     begins = metadata(gguf, "add_bos_token", default)
     return [metadata(gguf, "bos_token_id")] if begins else []
 
 
 def token_kinds(gguf: GGUF) -> list[int]:
-    """The kind of each token."""
+    """The kind of each token: what the file says, but for names and ends."""
     kinds = [*listed(gguf, "token_type")]
     for id in (*named_ids(gguf).values(), *end_ids(gguf)):
         kinds[id] = CONTROL
     return kinds
 
 
-def read_pieces(gguf: GGUF) -> Vocabulary:
-    """SentencePiece's."""
+def read_gguf_sentencepiece(gguf: GGUF) -> Vocabulary:
+    """A vocabulary of pieces with scores."""
     columns = token_texts(gguf), listed(gguf, "scores"), token_kinds(gguf)
     pieces = [Piece(*row) for row in zip(*columns, strict=True)]
     has_space = metadata(gguf, "add_space_prefix", True)
@@ -191,8 +191,8 @@ def read_pieces(gguf: GGUF) -> Vocabulary:
     return vocabulary_of_pieces(gguf.file, pieces, {}, space, start, named_texts(gguf))
 
 
-def read_merges_of_bytes(gguf: GGUF) -> Vocabulary:
-    """Byte-level BPE's."""
+def read_gguf_byte_level(gguf: GGUF) -> Vocabulary:
+    """A vocabulary of byte-level BPE."""
     pre = pre_tokenizer(gguf)
     kinds = token_kinds(gguf)
     if not {*kinds} <= {*range(1, 6)}:
@@ -213,7 +213,8 @@ def read_merges_of_bytes(gguf: GGUF) -> Vocabulary:
 
 
 def pre_tokenizer(gguf: GGUF) -> PreTokenizer:
-    """By its name, or by a token of Llama 3's. UserError for a name that is not known."""
+    """The one that the file names. Without a name, or with "default", a vocabulary that has Llama
+    3's first control token gets Llama 3's. UserError for a name that is not known."""
     name = metadata(gguf, "pre")
     begin = token_texts(gguf)[BEGIN_OF_LLAMA3 : BEGIN_OF_LLAMA3 + 1]
     if name in (None, "default") and begin == ["<|begin_of_text|>"]:

@@ -7,8 +7,9 @@ token (chat.py):
     "say <|eot_id|>"  ->  "say □|eot_id|>"
 
 But a template may look for such a token: `content.split('</think>')` takes the reasoning out of an
-earlier answer. An `Inert` text is asked with the same stand-ins: `split('□/think>')`. What it gives
-is inert again. Other methods (upper) and filters (tojson) take it for a plain text.
+earlier answer. An `Inert` text puts the same stand-ins into the arguments of such a method,
+`split('□/think>')`, and the results are inert again. Other methods (upper) and filters (tojson)
+take it for a plain text.
 
 Not covered: questions about a text that a template has put together from messages and from control
 tokens of its own. Where their answers change the prompt, sandbox.py refuses it.
@@ -17,13 +18,15 @@ tokens of its own. Where their answers change the prompt, sandbox.py refuses it.
 from collections.abc import Callable
 from typing import Any
 
-# Of 1,024. (The 1,024 before them may not stand before these: in JSON such a pair is a character.)
+# The first of 1,024 low surrogates. (High surrogates are no stand-ins: in JSON a high one before a
+# low one makes one character with it.)
 FIRST_STAND_IN = 0xDC00
 
 StandIns = dict[int, str]  # code of a letter -> its stand-in, as str.translate takes them
 
 
 def stand_ins(letters: str) -> StandIns:
+    """A stand-in for each of these letters."""
     return {ord(letter): chr(FIRST_STAND_IN + n) for n, letter in enumerate(letters)}
 
 
@@ -38,14 +41,15 @@ def inert(value: Any, marks: StandIns) -> Any:
     return value
 
 
-def asked(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method of a text, asked about texts with its stand-ins."""
+def with_stand_ins(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of str for `Inert`: its arguments get the text's stand-ins, its result is inert."""
 
-    def ask(text: "Inert", *about: Any, **named: Any) -> Any:
-        marks = text._marks
-        return text._like(method(text, *inert([*about], marks), **inert(named, marks)))
+    def call(text: "Inert", *args: Any, **kwargs: Any) -> Any:
+        args = inert([*args], text._marks)
+        kwargs = inert(kwargs, text._marks)
+        return text._like(method(text, *args, **kwargs))
 
-    return ask
+    return call
 
 
 class Inert(str):
@@ -56,30 +60,31 @@ class Inert(str):
         self._marks = marks
         return self
 
-    def _like(self, answer: Any) -> Any:
-        """An answer, with every text in it `Inert`: its stand-ins are in it already."""
-        if isinstance(answer, str):
-            return Inert(answer, self._marks)
-        if isinstance(answer, list):
-            return [self._like(part) for part in answer]
-        return answer
+    def _like(self, result: Any) -> Any:
+        """The result of a method, with every text in it `Inert`: it has its stand-ins already."""
+        if isinstance(result, str):
+            return Inert(result, self._marks)
+        if isinstance(result, list):
+            return [self._like(part) for part in result]
+        return result
 
-    __contains__ = asked(str.__contains__)
-    __eq__ = asked(str.__eq__)
-    __ne__ = asked(str.__ne__)
-    __getitem__ = asked(str.__getitem__)
-    startswith = asked(str.startswith)
-    endswith = asked(str.endswith)
-    find = asked(str.find)
-    rfind = asked(str.rfind)
-    split = asked(str.split)
-    rsplit = asked(str.rsplit)
-    strip = asked(str.strip)
-    lstrip = asked(str.lstrip)
-    rstrip = asked(str.rstrip)
+    __contains__ = with_stand_ins(str.__contains__)
+    __eq__ = with_stand_ins(str.__eq__)
+    __ne__ = with_stand_ins(str.__ne__)
+    __getitem__ = with_stand_ins(str.__getitem__)
+    startswith = with_stand_ins(str.startswith)
+    endswith = with_stand_ins(str.endswith)
+    find = with_stand_ins(str.find)
+    rfind = with_stand_ins(str.rfind)
+    split = with_stand_ins(str.split)
+    rsplit = with_stand_ins(str.rsplit)
+    strip = with_stand_ins(str.strip)
+    lstrip = with_stand_ins(str.lstrip)
+    rstrip = with_stand_ins(str.rstrip)
 
     def __hash__(self) -> int:
-        """That of the text as it was written: names of fields may be inert, and are looked up."""
+        """The hash of the text as it was written: a template looks up names of fields, which may be
+        inert."""
         letters = {ord(mark): letter for letter, mark in self._marks.items()}
         return hash(self.translate(letters))
 
@@ -90,7 +95,7 @@ class Inert(str):
         return self._like("".join([self, other]))
 
     def __radd__(self, other: str) -> "Inert":
-        return self._like("".join([other, self]))
+        return self._like("".join([other, self]))  # `other + self` would call this again
 
     def replace(self, old: str, new: str, count: int = -1) -> "Inert":
         return self._like(super().replace(old.translate(self._marks), new, count))

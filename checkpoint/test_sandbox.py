@@ -104,6 +104,7 @@ if sys.argv[1] == "killed":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["ends", "killed"])
 def test_a_child_outlives_ctrl_c_but_not_its_parent(end, tmp_path):
     """The project is a library here, of a program in another folder."""

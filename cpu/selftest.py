@@ -32,11 +32,11 @@ from speculative import verify_block
 BOUND = 1e-3  # of an error's norm, beside the norm of what is right
 N = 70  # five panels
 K = 149  # more than a stretch
-ROWS = (1, 2, 3, 4, 5, 6, 33)  # of x: each number up to 6 has code of its own, and so have many
+ROWS = (1, 2, 3, 4, 5, 6, 33)  # of x: C has code for each number up to 6, and for more
 G = 2
 D = 18
-STEPS = ((0, 140), (140, 145))  # new tokens of a text: many; few, which look back
-KEYS_AND_VALUES = (
+STEPS = ((0, 140), (140, 145))  # tokens [start, stop) of a text: a prompt; a few, which look back
+KEYS_AND_VALUES = (  # bits, and the dtype of the other numbers
     ((16, 8), torch.float32),
     ((4, 16), torch.bfloat16),
     ((8, 4), torch.float32),
@@ -46,6 +46,8 @@ PLAIN = Ops()
 
 
 class Trial(NamedTuple):
+    """An operation, what C makes of its example, and what is right."""
+
     operation: str
     result: Tensor
     wanted: Tensor
@@ -92,24 +94,25 @@ def weights() -> dict[str, Tensor | Quantized]:
 
 
 def products(ops: Ops) -> Iterator[Trial]:
-    """Of each number of rows; and rows of W."""
+    """Products of each number of rows of x; and look-ups of rows of W."""
     x = waves(max(ROWS), K)
     bias = waves(N)
     tokens = torch.arange(N)
-    same = torch.cat([torch.arange(T) for T in ROWS])  # the row of x of each result
+    row_of = torch.cat([torch.arange(T) for T in ROWS])  # the row of x that each result is of
     for name, weight in weights().items():
         packed = ops.pack_weight(Linear(weight, bias), x.dtype, "embed")
-        plain = PLAIN.embed(tokens, Linear(weight), x.dtype).float()
+        plain = PLAIN.embed(tokens, Linear(weight), x.dtype).float()  # all of W
         rows = ops.embed(tokens[-3:], packed, x.dtype)
         yield Trial(f"look-up (weights: {name})", rows, plain[-3:])
-        if "input" in name:  # x is rounded, too
+        if "input" in name:  # the plain product must round x, too
             plain = weight
         wanted = PLAIN.linear(x, Linear(plain, bias))
         ys = [ops.linear(x[:T], packed) for T in ROWS]
-        yield Trial(f"product (weights: {name})", torch.cat(ys), wanted[same])
+        yield Trial(f"product (weights: {name})", torch.cat(ys), wanted[row_of])
 
 
 def between_products(ops: Ops) -> Iterator[Trial]:
+    """RMSNorm, with and without a sum before it; SwiGLU."""
     x = waves(3, 2 * D)
     for delta in (None, x.flip(1)):
         result = ops.add_norm(x, delta, x[0], 1e-5)
@@ -132,7 +135,7 @@ def attentions(ops: Ops) -> Iterator[Trial]:
 
 
 def attended(ops: Ops, spec: KVSpec, qkv: Tensor, steps: Sequence[tuple[int, int]]) -> Tensor:
-    """What the tokens of a text see that is read in these steps: [T, 2 G, D]."""
+    """What attention gives to the tokens of a text that is read in these steps: [T, 2 G, D]."""
     cache = Cache(
         spec,
         num_blocks=2,
@@ -167,9 +170,9 @@ def sampled(ops: Ops) -> Iterator[Trial]:
     coin = coin[:3]
     p = probs.view(3, 3, V)
     q = (p + p.roll(1, 0)) / 2
-    q[:, -1] = 0  # behind the last draft
+    q[:, -1] = 0  # after the last draft
     drafted = p.argmax(-1)[:, :-1]
-    drafted[0, 1] = 0
+    drafted[0, 1] = 0  # one that is less likely
     result = ops.verify_block(p, q, drafted, coin)
     wanted = verify_block(p, q, drafted, coin)
     yield Trial("verify", torch.cat(result), torch.cat(wanted))
