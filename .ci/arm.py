@@ -39,6 +39,8 @@ static inline void omp_set_num_threads(int n) {}
 MAC = {  # what C asks of a Mac's own headers, which are not here
     "omp.h": ALONE,
     "math.h": """
+        #define INFINITY __builtin_inff()
+        #define NAN __builtin_nanf("")
         #define isnan __builtin_isnan
         float rintf(float), fabsf(float), sqrtf(float);""",
     "stdlib.h": """

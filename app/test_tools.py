@@ -68,6 +68,7 @@ READ: list[tuple[str, str, Calls]] = [  # a text, its content, its calls
     # Cut, or spoilt.
     (tag(ADD)[:20], tag(ADD)[:20], []),
     (tag(ADD)[:47], "", [("add", '{"a": ')]),
+    (SAY[: SAY.index("\\") + 1], "", [("say", SAID[: SAID.index("\\") + 1])]),
     (tag(ADD)[:-14], "", [("add", '{"a": 1}')]),
     (tag(ADD)[:-3], "", [("add", '{"a": 1}')]),
     (tag(SPOILT), "}}\n</tool_call>", [("add", '{"a": one [}')]),

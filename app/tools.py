@@ -196,6 +196,8 @@ class CallReader:
             if self._depth == 0:
                 self._read_next = self._read_closing
                 break
+        if is_last and self._depth > 0:
+            size = len(self._rest)  # the text was cut behind a backslash
         index = self.num_calls - 1
         part = delta.calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
         part["function"]["arguments"] += self._take(size)
