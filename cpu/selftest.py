@@ -2,7 +2,7 @@
 
 A compiler can be wrong. GCC 12 loses the sum of a softmax on ARM with SVE, and every token that is
 drawn becomes token 0. So after C is compiled, and whenever it is loaded, its results are compared
-with those of kernels.Ops, in less than 10 ms. If one is wrong, no C is used (cpu/__init__.py).
+with those of kernels.Ops, in some 10 ms. If one is wrong, no C is used (cpu/__init__.py).
 
 The example has each kind of weights, keys and values that C reads, and no size is a multiple of a
 register's: a lane too many or too few shows. The bound is wide, because a wrong instruction changes
