@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -763,7 +764,10 @@ class TestPlain(Contract):
     ops = Ops()
 
 
-@pytest.mark.skipif("TRITON_INTERPRET" not in os.environ, reason="needs Triton's interpreter")
+@pytest.mark.skipif(
+    "TRITON_INTERPRET" not in os.environ or find_spec("triton") is None,
+    reason="needs Triton's interpreter",
+)
 class TestFlash(Contract):
     """What `Flash` overrides."""
 
