@@ -247,6 +247,7 @@ BUGS = {
 }
 
 
+@pytest.mark.slow
 def test_enumeration_catches_every_planted_bug():
     kinds = [
         Kind((1,), 2, 4, (END,), dict(regex="(ab?)*", top_k=2)),

@@ -1069,6 +1069,7 @@ def opened(port: int, **body) -> http.client.HTTPResponse:
 
 
 @needs_uvicorn
+@pytest.mark.slow
 def test_a_signal_amid_streams(capsys):
     """What is open is finished; the door is closed; a second server cannot have the port."""
     with running("--grace", "300") as (process, port):
