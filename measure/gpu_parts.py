@@ -87,7 +87,7 @@ class Scale:
 
 ON_CPU = Scale(
     device="cpu",
-    context=16,
+    context=32,
     count=33,
     megabytes=512,
     pairs=(("INT8", "INT8"), ("INT4", "INT4"), ("INT4", "16 bits")),
