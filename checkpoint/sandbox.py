@@ -13,8 +13,8 @@ from Python's objects. It bounds neither time nor memory (`{{ 'x' * 10**10 }}`).
 The user is told which one it was, and the next text has a new child. A child ends with this
 process, however that ends: its input ends then.
 
-Cost: a child starts in 0.1 s, while weights are loaded; then a short chat takes 0.7 ms, in which the
-template runs four times (chat.py). Not covered: several texts at a time; they wait for each other.
+Cost: a child starts in 0.1 s, while weights are loaded; then a short chat takes 0.7 ms: the
+template runs four times for it (chat.py). Not covered: several texts at a time; they wait for each other.
 """
 
 import atexit
