@@ -14,7 +14,7 @@ The user is told which one it was, and the next text has a new child. A child en
 process, however that ends: its input ends then.
 
 Cost: a child starts in 0.1 s, while weights are loaded; then a short chat takes 0.7 ms: the
-template runs four times for it (chat.py). Not covered: several texts at a time; they wait for each other.
+template runs four times (chat.py). Not covered: several texts at a time; they wait.
 """
 
 import atexit
