@@ -60,14 +60,23 @@ def processor(on_gpu: bool = False) -> str:
     return cpu_info("model name") or known.strip()
 
 
+def instructions() -> str:
+    """The instructions that this CPU has, as Linux lists them, or the older CPU it is held to."""
+    return os.environ.get("LLAMA_MARCH") or cpu_info("flags") or cpu_info("Features")
+
+
+def has_bfloat16() -> bool:
+    """Whether there are instructions for products of bfloat16: AMX's, AVX-512's or ARM's."""
+    return "bf16" in instructions()
+
+
 def instruction_set(on_gpu: bool = False) -> str:
     """The widest instructions that products use, or the kind of CPU; empty for a GPU alone."""
     if on_gpu:
         return ""
     if os.environ.get("LLAMA_NATIVE") == "0":
         return "no-c"
-    flags = cpu_info("flags") or cpu_info("Features")
-    known = re.split(r"[\s+]+", os.environ.get("LLAMA_MARCH") or flags)
+    known = re.split(r"[\s+]+", instructions())
     found = [name for flag, name in INSTRUCTIONS.items() if flag in known]
     return found[0] if found else platform.machine()
 
