@@ -5,8 +5,9 @@
 
 All programs read the same tokens and make as many, greedily, with as many threads: short prompts
 that are continued, long prompts, and sixteen texts together. A text is timed from its first token
-to its last; a ratio is a median. The same weights give the same tokens, up to near-ties: a wrongly
-configured peer is noticed.
+to its last; a ratio is a median. transformers runs in float32, and in bfloat16, too, where the CPU
+has instructions for it; ours computes in float32, whatever its weights are. In float32 the same
+weights give the same tokens, up to near-ties: a wrongly configured peer is noticed.
 
 Invariant: a peer that is not installed is named, with the way to get it.
 Not covered: peers' own speculation.
@@ -17,26 +18,31 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 
+from app.shell import say
 from checkpoint.config import Config
 from checkpoint.hub import find_folder
 from errors import UserError
 from generate import Model
 from measure.clock import in_turns, ratio, read_bandwidth
 from measure.effort import Effort
+from measure.machine import has_bfloat16
 from measure.serving import serve_texts
-from measure.steps import PROMPTS, WIDTHS, Rows, label
-from model import weight_bytes
+from measure.steps import PROMPTS, Rows, label
+from model import Llama, weight_bytes
 from quant import Kind
 from request import Settings
 from tokenizer import Tokenizer
+from train.bpe import FILES, copy_files
+from train.distill import save_model
 
 PACKAGES = {"transformers": "transformers", "llama.cpp": "llama_cpp"}  # -> what is imported
 TOGETHER = 16  # texts made together,
@@ -64,6 +70,9 @@ class Contestant(NamedTuple):
     make: Callable[[Prompts, int], Made]  # prompts of one length, and how many tokens each gets
     bytes: int = 0  # of weights that a token reads; 0 for a peer
 
+    def seconds(self, prompts: Prompts, count: int) -> float:
+        return self.make(prompts, count).total
+
 
 def check_peer(name: str, gguf: str | None) -> None:
     """UserError if this peer cannot run."""
@@ -82,8 +91,11 @@ def check_peer(name: str, gguf: str | None) -> None:
 # ---- The contestants -----------------------------------------------------------------------------
 
 
-def ours(target: str, name: str, bits: Kind = 16) -> Contestant:
+def ours(target: str | Path, bits: Kind = 16) -> Contestant:
+    """Its name tells the width of its weights: bits 16 leaves them in the target's dtype."""
     model = Model.load(target, "cpu", torch.float32, bits)
+    dtype = str(model.llama.weight_dtype).removeprefix("torch.")
+    name = dtype if bits == 16 else f"INT{bits}"
 
     def make(prompts: Prompts, count: int) -> Made:
         settings = Settings(temperature=0.0, seed=0, max_tokens=count)
@@ -93,13 +105,31 @@ def ours(target: str, name: str, bits: Kind = 16) -> Contestant:
     return Contestant(name, make, weight_bytes(model.llama, read=True))
 
 
-def transformers(target: str) -> Contestant:
+def our_widths(target: str) -> list[Contestant]:
+    """The target as it is stored, and copies of it in bfloat16, INT8 and INT4."""
+    with TemporaryDirectory() as folder:
+        in_bfloat16 = Path(folder)
+        save_model(Llama.load(target, "cpu", torch.float32, trainable=True), in_bfloat16)
+        copy_files(find_folder(target), in_bfloat16, FILES)
+        widths = [ours(target), ours(in_bfloat16), ours(target, 8), ours(target, 4)]
+    return list({one.name: one for one in widths}.values())  # the first two may be alike
+
+
+def transformers_dtypes() -> list[str]:
+    """float32, and bfloat16 if it may be faster: that depends on the work."""
+    if has_bfloat16():
+        return ["float32", "bfloat16"]
+    say("transformers runs in float32 alone: this CPU has no instructions for bfloat16")
+    return ["float32"]
+
+
+def transformers(target: str, dtype: str) -> Contestant:
     from transformers import AutoModelForCausalLM, logging
 
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(find_folder(target), dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(find_folder(target), dtype=dtype).eval()
     model.generation_config.eos_token_id = None  # no text stops early
-    return Contestant("transformers float32", partial(transformers_text, model))
+    return Contestant(f"transformers {dtype}", partial(transformers_text, model))
 
 
 def transformers_text(model: Any, prompts: Prompts, count: int) -> Made:
@@ -151,16 +181,18 @@ def stored_width(gguf: str) -> str:
 
 @torch.inference_mode()
 def against(name: str, target: str, gguf: str | None, effort: Effort) -> Rows:
-    """Our float32, INT8 and INT4, and what we read in the peer's file, beside the peer -> a row for
-    each. UserError if it cannot run."""
+    """Our widths, and what we read in the peer's file, beside the peer in each of its dtypes -> a
+    row for each pair. UserError if the peer cannot run."""
     check_peer(name, gguf)
     tokenizer = Tokenizer.load(find_folder(target))
     openings = [tokenizer.prompt(opening) for opening in effort.openings]
-    peer = llama_cpp(gguf) if name == "llama.cpp" else transformers(target)
-    widths = [ours(target, name, bits) for name, bits in WIDTHS.items()]
-    if gguf is not None:
-        widths.append(ours(gguf, f"GGUF {stored_width(gguf)}"))
-    everyone = [peer, *widths]
+    widths = our_widths(target)
+    if gguf is None:
+        rivals = [transformers(target, dtype) for dtype in transformers_dtypes()]
+    else:
+        rivals = [llama_cpp(gguf)]
+        widths.append(ours(gguf)._replace(name=f"GGUF {stored_width(gguf)}"))
+    everyone = [*rivals, *widths]
     for one in everyone:
         one.make(openings[:1], 2)  # warms up
 
@@ -168,17 +200,20 @@ def against(name: str, target: str, gguf: str | None, effort: Effort) -> Rows:
     texts = []  # of each opening, what everyone made
     for opening in openings:
         roofs.append(read_bandwidth())
-        texts.append([one.make([opening], effort.num_tokens // 2) for one in everyone])
-    rows = []
-    for i, one in enumerate(widths, 1):
-        row = compare_texts(one, peer, [(made[0], made[i]) for made in texts], roofs)
-        rows.append({"target": label(target)} | row)
-    for key, prompts, count in long_work(peer, Config.load(find_folder(target))):
-        runs = [partial(one.make, prompts, count) for one in everyone]
-        totals = [[made.total for made in column] for column in in_turns(runs, effort.turns)]
-        for row, seconds in zip(rows, totals[1:]):
-            row[key] = ratio(totals[0], seconds)
-    return {f"{row['target']}, {row['ours']}, {row['peer']}": row for row in rows}
+        made = [one.make([opening], effort.num_tokens // 2) for one in everyone]
+        texts.append(dict(zip(everyone, made)))
+    totals = {}  # of long work: everyone's seconds in each turn
+    for key, prompts, count in long_work(rivals[0], Config.load(find_folder(target))):
+        runs = [partial(one.seconds, prompts, count) for one in everyone]
+        totals[key] = dict(zip(everyone, in_turns(runs, effort.turns)))
+    rows = {}
+    for peer, one in product(rivals, widths):
+        turns = [(text[peer], text[one]) for text in texts]
+        row = {"target": label(target)} | compare_texts(one, peer, turns, roofs)
+        for key, seconds in totals.items():
+            row[key] = ratio(seconds[peer], seconds[one])
+        rows[f"{label(target)}, {one.name}, {peer.name}"] = row
+    return rows
 
 
 def long_work(peer: Contestant, config: Config) -> Iterator[tuple[str, Prompts, int]]:

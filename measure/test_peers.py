@@ -1,13 +1,17 @@
 """Peers: one that is missing is named; ratios are of the same prompts and the same turns."""
 
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from checkpoint.hub import find_folder
 from errors import UserError
 from measure import peers
 from measure.effort import QUICK
+from train.bpe import FILES, copy_files
 
 
 def test_a_peer_that_is_missing_is_named_with_the_way_to_get_it(monkeypatch):
@@ -20,38 +24,56 @@ def test_a_peer_that_is_missing_is_named_with_the_way_to_get_it(monkeypatch):
         peers.check_peer("llama.cpp", None)
 
 
-def test_a_peer_beside_ours(monkeypatch):
-    """A stand-in takes a hundredth of a second a token, and says 7: all ratios are of its times."""
+def test_transformers_in_each_dtype_beside_ours(monkeypatch):
+    """Stand-ins take so many seconds a token, and say 7, or 8 in bfloat16: a row is of its pair."""
+    theirs = ("transformers float32", "transformers bfloat16")
+    seconds = dict(zip(theirs, (1.0, 0.5))) | {"float32": 0.25, "INT8": 0.125}
 
-    def slow(prompts, count):
-        return peers.Made([7] * count, 1.0, 1.0 + count)
+    def stand_in(name):
+        def make(prompts, count):
+            token = 8 if name == "transformers bfloat16" else 7
+            return peers.Made([token] * count, seconds[name], seconds[name] * (1 + count))
 
-    def quick(prompts, count):
-        return peers.Made([7] * count, 0.25, 0.25 + count / 4)
+        return peers.Contestant(name, make)
 
     monkeypatch.setattr(peers, "check_peer", lambda name, gguf: None)
-    monkeypatch.setattr(peers, "read_bandwidth", lambda: 1e3)
-    monkeypatch.setattr(peers, "transformers", lambda target: peers.Contestant("a peer", slow))
-    mine = peers.Contestant
-    monkeypatch.setattr(peers, "ours", lambda target, name, bits: mine(name, quick, 100))
+    monkeypatch.setattr(peers, "read_bandwidth", lambda: 1.0)
+    monkeypatch.setattr(peers, "has_bfloat16", lambda: True)
+    monkeypatch.setattr(peers, "transformers", lambda _, dtype: stand_in(f"transformers {dtype}"))
+    monkeypatch.setattr(peers, "our_widths", lambda target: [stand_in("float32"), stand_in("INT8")])
     rows = peers.against("transformers", "tiny", None, QUICK)
-    assert list(rows) == [f"tiny, {width}, a peer" for width in ("float32", "INT8", "INT4")]
+    pairs = product(theirs, ("float32", "INT8"))
+    assert [*rows] == [f"tiny, {mine}, {peer}" for peer, mine in pairs]
     for row in rows.values():
-        assert (row["ratio"], row["prompt128"], row["together"]) == (4.0, 4.0, 4.0)
-        assert row["texts"] == row["same_texts"] == len(QUICK.openings)
-        count = QUICK.num_tokens // 2
-        speed = (count - 1) / (count / 4)
-        assert row["tokens_per_second"] == pytest.approx(speed)
-        assert row["bandwidth"] == pytest.approx(speed * 100 / 1e3)
+        gain = seconds[row["peer"]] / seconds[row["ours"]]
+        assert row["ratio"] == row["prompt128"] == row["together"] == gain
+        assert row["texts"] == len(QUICK.openings)
+        assert row["same_texts"] == (row["texts"] if row["peer"] == theirs[0] else 0)
         assert "prompt1500" not in row  # beyond tiny's context
 
 
-def test_ours_makes_the_tokens_that_are_asked_for():
-    one = peers.ours("tiny", "INT8", 8)
-    made = one.make([[1, 2, 3], [4, 5, 6]], 5)
+def test_transformers_runs_in_bfloat16_if_the_cpu_has_instructions_for_it(monkeypatch, capsys):
+    for has_bfloat16, dtypes in ((True, ["float32", "bfloat16"]), (False, ["float32"])):
+        monkeypatch.setattr(peers, "has_bfloat16", lambda: has_bfloat16)
+        assert peers.transformers_dtypes() == dtypes
+    assert capsys.readouterr().err.count("transformers runs in float32 alone") == 1
+
+
+def test_our_weights_are_as_stored_and_in_fewer_bits(tmp_path, compiler):
+    """Without a compiler bfloat16 is widened, so its copy is no other width than float32."""
+    tiny = find_folder("tiny")
+    copy_files(tiny, tmp_path, [*FILES, "config.json"])
+    tensors = load_file(tiny / "model.safetensors")
+    wide = {name: tensor.float() for name, tensor in tensors.items()}
+    save_file(wide, tmp_path / "model.safetensors")
+    dtypes = ["float32", "bfloat16"] if compiler else ["float32"]
+    widths = {one.name: one for one in peers.our_widths(str(tmp_path))}
+    assert [*widths] == [*dtypes, "INT8", "INT4"]
+    assert widths["float32"].bytes > 3.9 * widths["INT8"].bytes
+    made = widths[dtypes[-1]].make([[1, 2, 3], [4, 5, 6]], 5)
     assert len(made.tokens) == 5
     assert 0 < made.first < made.total
-    assert one.bytes > 1e6
+    assert [one.name for one in peers.our_widths("tiny")] == [dtypes[-1], "INT8", "INT4"]
 
 
 def test_the_ratio_is_the_median_over_prompts():
