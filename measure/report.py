@@ -176,16 +176,19 @@ IN_BRIEF = Table(  # of "peers"
         "prompt of 512": "{prompt512:ratio}",
     },
 )
-SAME_WIDTH = {"float32": "transformers float32", "INT8": "llama.cpp q8_0", "INT4": "llama.cpp q4_0"}
+SAME_WIDTH = {
+    "float32": "transformers float32",
+    "bfloat16": "transformers bfloat16",
+    "INT8": "llama.cpp q8_0",
+    "INT4": "llama.cpp q4_0",
+}
 
 
 def in_brief(peers: list[Results]) -> list[Results]:
     """The first model's rows in which both programs read about as many bytes."""
-    found = []
-    for row in peers:
-        if row["target"] == peers[0]["target"] and SAME_WIDTH.get(row["ours"]) == row["peer"]:
-            found.append(row)
-    return found
+    first = peers[0]["target"]
+    pairs = {(row["ours"], row["peer"]): row for row in peers if row["target"] == first}
+    return [pairs[pair] for pair in SAME_WIDTH.items() if pair in pairs]
 
 
 def rows_of(results: Results, name: str) -> list[Results]:
@@ -195,8 +198,8 @@ def rows_of(results: Results, name: str) -> list[Results]:
 
 
 def sections(results: Results, names: Sequence[str] = ()) -> list[Section]:
-    """Sections in reading order: those of these names; or all, and the GPU cases. "brief" has three
-    rows of "peers"."""
+    """Sections in reading order: those of these names; or all, and the GPU cases. "brief" has rows
+    of "peers"."""
     found = []
     if "brief" in names:
         found.append(IN_BRIEF.section(in_brief(rows_of(results, "peers"))))

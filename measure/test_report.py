@@ -55,8 +55,8 @@ PEERS = {
         "ratio": 2.25,
     }
     for target in ("a <model>", "another")
-    for ours in ("float32", "INT8")
-    for peer in ("transformers float32", "llama.cpp q8_0")
+    for ours in ("INT8", "float32", "bfloat16")
+    for peer in ("transformers float32", "transformers bfloat16", "llama.cpp q8_0")
 }
 RESULTS = {"stack": STACK, "drafts": DRAFTS, "bits": BITS, "peers": PEERS}
 
@@ -65,10 +65,11 @@ RESULTS = {"stack": STACK, "drafts": DRAFTS, "bits": BITS, "peers": PEERS}
 
 
 def test_in_brief_each_width_stands_beside_its_own():
-    """Of one model, and a row for each width."""
+    """Of one model, and a row for each width, the widest first."""
     (section,) = report.sections(RESULTS, ["brief"])
     assert [row[:2] for row in section.rows] == [
         ["float32", "transformers float32"],
+        ["bfloat16", "transformers bfloat16"],
         ["INT8", "llama.cpp q8_0"],
     ]
     assert len(report.sections(RESULTS)) == len(RESULTS)
