@@ -463,7 +463,7 @@ BAD_FLAGS = told(
     --stop '' → stop is ['']
     --schema /no/such/file → /no/such/file cannot be read
     --grammar /no/such/file → /no/such/file cannot be read
-    --schema '{' → schema is {: it must be a JSON object
+    --schema '{' → schema is '{': it must be a JSON object
     --device tpu → device 'tpu'
     --device hpu → device 'hpu' is not supported
     --device cuda:99 → device 'cuda:99'

@@ -569,6 +569,8 @@ def test_what_is_wrong_is_told_and_serving_goes_on(capsys):
             assert (status, error["type"]) == (400, "invalid_request_error"), (body, error)
             assert says in error["message"], (says, error)
             assert error.keys() == {"message", "type", "param", "code"}
+            named = re.match(r"(\w+) is .*: it must be", error["message"])
+            assert not named or error["param"] == named[1], error
         status, error = await refused(app, CHAT, user("a " * 500))
         assert error["code"] == "context_length_exceeded" and error["param"] == "messages"
         status, error = await refused(app, CHAT, user() | dict(model="gpt"))
