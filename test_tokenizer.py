@@ -705,7 +705,7 @@ def test_patterns_have_their_seconds_for_all_parts_of_a_text(tmp_path, monkeypat
     for text in ("a" * 30_000 + "b", "a" * 40 + "b\n", ("a" * 18 + "b<x>") * 3000):
         for encode in (tok.encode, lambda text: tok.chat([dict(role="user", content=text)])):
             start = time.thread_time()
-            with pytest.raises(UserError, match="tokenizer.json: the split pattern .* takes more"):
+            with pytest.raises(UserError, match="^the split pattern .* takes more"):
                 encode(text)
             assert 0.07 < time.thread_time() - start < 2
             assert tok.decode(encode("abba")) == "abba"

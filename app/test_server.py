@@ -133,7 +133,9 @@ async def events(app, path, **body) -> list[dict]:
 
 
 async def refused(app, path, body, headers=()) -> tuple[int, dict]:
+    """The status and the error, which tells no path of the server's files."""
     status, text, _ = await ask(app, "POST", path, body, headers)
+    assert str(app.offer.model.folder) not in text
     return status, json.loads(text)["error"]
 
 
@@ -275,6 +277,9 @@ def test_a_chat_follows_the_template(instruct):
         assert answer["object"] == "chat.completion" and answer["id"].startswith("chatcmpl-")
         whole = await post(app, CHAT, messages=messages, temperature=0, ignore_eos=True)
         assert whole["usage"]["total_tokens"] == 96  # all of the context
+        asks = dict(messages=messages, chat_template_kwargs=dict(enable_thinking=True))
+        status, error = await refused(app, CHAT, asks)
+        assert status == 400 and "knows no enable_thinking" in error["message"]
 
     run(scenario, model=model)
 

@@ -203,7 +203,7 @@ def read_gguf_byte_level(gguf: GGUF) -> Vocabulary:
     start = prefix(gguf, pre.begins)
     splits = [compile_split(gguf.file, pattern) for pattern in pre.patterns]
     if pre.normalizes:
-        splits.insert(0, normal_form(gguf.file))
+        splits.insert(0, normal_form())
     return make_byte_level(
         TokenTexts.of(gguf.file, vocab, [*entries.values()], start, named_texts(gguf)),
         listed(gguf, "merges"),
