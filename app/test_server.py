@@ -1131,6 +1131,8 @@ def test_mistakes_are_one_line(monkeypatch, capsys):
         (["--allow-origin", "localhost:3000"], "--allow-origin is 'localhost:3000'"),
         (["--allow-origin", "HTTP://a"], "--allow-origin is 'HTTP://a'"),
         (["--allow-origin", "http://a:*"], "--allow-origin is 'http://a:*'"),
+        (["--allow-origin", "http://a:80"], "--allow-origin is 'http://a:80'"),
+        (["--allow-origin", "https://[::1]:443"], "--allow-origin is 'https://[::1]:443'"),
         (["--tensor-parallel", "2"], "a server is one process"),
         (["--host", "no.such.host.invalid"], "nothing can listen on no.such.host.invalid"),
         (["--prompts", "x"], "unrecognized arguments"),
