@@ -376,7 +376,7 @@ REFUSED: list[tuple[dict[str, bytes], str]] = [
     ({"tokenizer.ggml.merges": strings(["a"])}, "merge 0 is 'a'"),
     ({"tokenizer.ggml.eos_token_id": number("I", 99999)}, "ggml.eos_token_id is 99999"),
     ({"tokenizer.ggml.bos_token_id": number("i", -1)}, "ggml.bos_token_id is -1"),
-    ({"tokenizer.ggml.add_bos_token": number("?", True)}, "begins with token None"),
+    ({"tokenizer.ggml.add_bos_token": number("?", True)}, "no tokenizer.ggml.bos_token_id"),
     ({"tokenizer.chat_template": number("I", 5)}, "chat_template is 5"),
     ({"llama.attention.sliding_window": number("f", 0.5)}, "sliding_window is 0.5"),
     ({"general.architecture": string("qwen3moe")}, "general.architecture is 'qwen3moe'"),
