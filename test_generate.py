@@ -177,7 +177,6 @@ def test_every_end_of_text_token_ends_it_and_is_not_shown(tmp_path):
         ([7, 257], 8, None, {8, 257}),  # a control token is none
         (None, 7, "<|im_end|>", {7, 258}),  # a fine-tune's
         ([7, 256], None, {"content": "<|im_end|>"}, {7, 256, 258}),
-        (None, None, "a", set()),  # no control token
     ],
 )
 def test_the_ends_of_a_text_are_those_of_three_files(
