@@ -12,6 +12,8 @@ from difflib import get_close_matches
 class UserError(ValueError):
     """What somebody asked for cannot be done. The message says what to change."""
 
+    param: str | None = None  # the setting that is wrong, if it is one
+
 
 def brief(value: object, limit: int = 400) -> str:
     """One printable line of about `limit` characters at most: a long middle is left out."""

@@ -40,7 +40,7 @@ from batcher import Batcher
 from checkpoint.eagle import is_eagle
 from checkpoint.generation import GenerationConfig
 from checkpoint.hub import find_model
-from checkpoint.load import default_bits
+from checkpoint.load import default_bits, draft_config
 from drafters import Drafter, ModelDrafter, NgramDrafter, SelfDrafter
 from eagle import EagleDrafter, EagleHead
 from errors import UserError, check_names
@@ -241,6 +241,9 @@ class Draft(NamedTuple):
     draft_layers: int = 0  # how many layers it adds to the target's cache
 
 
+DraftName = str | Path | Model | Draft | None
+
+
 def ngram_draft(model: Model) -> Draft:
     """`--draft ngram`: look back in the text."""
     return Draft(lambda cache: NgramDrafter())
@@ -272,8 +275,20 @@ def int4_draft(model: Model) -> Draft:
 DRAFTS: dict[str, Callable[[Model], Draft]] = {"ngram": ngram_draft, "self": int4_draft}
 
 
+def check_draft(name: DraftName, bits: Kind | None) -> None:
+    """What is wrong with a draft's name or bits, told before any weights are loaded: UserError, or
+    FileNotFoundError. bits: as of `load_draft`."""
+    if isinstance(name, str | Path) and name not in DRAFTS:
+        draft_config(find_model(name, DRAFTS), bits)
+    elif bits is not None and (name, bits) != ("self", 4):
+        raise UserError(
+            f"draft_bits is {bits}, and there is no draft to round: self is INT4 as it is, ngram "
+            "has no weights, and a loaded draft stays as it is; leave draft_bits out"
+        )
+
+
 def load_draft(
-    name: str | Path | Model | Draft | None,
+    name: DraftName,
     model: Model,
     dtype: torch.dtype | None = None,
     bits: Kind | None = None,
@@ -281,6 +296,7 @@ def load_draft(
     """The draft of this name: an entry of `DRAFTS`, an EAGLE head for this target, or a model with
     the target's vocabulary, which is loaded on the target's device. bits: of its weights; None:
     see `default_bits`."""
+    check_draft(name, bits)
     target = model.llama
     if isinstance(name, str | Path) and name not in DRAFTS:
         folder = find_model(name, DRAFTS)
@@ -290,11 +306,6 @@ def load_draft(
             head = EagleHead.load_for(folder, target, bits)
             return Draft(lambda cache: EagleDrafter(head, cache), (head,), draft_layers=1)
         name = Model.load(folder, target.device, dtype, bits)
-    elif bits is not None and (name, bits) != ("self", 4):
-        raise UserError(
-            f"draft_bits is {bits}, and there is no draft to round: self is INT4 as it is, ngram "
-            "has no weights, and a loaded draft stays as it is; leave draft_bits out"
-        )
     if name is None or isinstance(name, Draft):
         return name
     if name in DRAFTS:
@@ -477,7 +488,7 @@ def prepare(
     prompts: Sequence[str | list[Message]],
     target: str | Path | Model = "tiny",
     *,
-    draft: str | Path | Model | Draft | None = None,
+    draft: DraftName = None,
     draft_bits: Kind | None = None,
     system: str | None = None,
     chat: bool | None = None,
@@ -501,6 +512,7 @@ def prepare(
             f"{loading} is for loading, and the target is loaded already: leave out device and "
             "bits, or name the target's folder"
         )
+    check_draft(draft, draft_bits)
     model = target if isinstance(target, Model) else Model.load(target, **loading)
     streams = []
     lengths = []

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from errors import UserError, brief, check_names
 
@@ -63,7 +63,7 @@ class Settings:
     def __post_init__(self) -> None:
         check_settings(**{name: getattr(self, name) for name in SETTINGS})
         if not isinstance(self.special, bool):
-            raise UserError(f"special is {self.special!r}: it must be true or false")
+            refuse_setting("special", self.special, "true or false")
         if self.top_p == 0:
             object.__setattr__(self, "top_p", LEAST_TOP_P)
         if self.gamma == "auto":
@@ -78,7 +78,7 @@ class Settings:
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), 0, MAX_LOGPROBS)
         if not isinstance(self.thinking, bool | None):
-            raise UserError(f"thinking is {self.thinking!r}: it must be true or false")
+            refuse_setting("thinking", self.thinking, "true or false")
         if self.schema is not None:
             object.__setattr__(self, "schema", checked_schema(self.schema))
         if self.choice is not None:
@@ -139,6 +139,13 @@ class Options:
 # ---- Checks --------------------------------------------------------------------------------------
 
 
+def refuse_setting(name: str, value: Any, rule: str) -> NoReturn:
+    """UserError for a setting that breaks its rule."""
+    error = UserError(f"{name} is {brief(repr(value), 100)}: it must be {rule}")
+    error.param = name
+    raise error
+
+
 def check_settings(**settings: Any) -> None:
     """UserError for a sampling setting out of its range. A setting of None is not set."""
     for name, value in settings.items():
@@ -146,16 +153,15 @@ def check_settings(**settings: Any) -> None:
             continue
         low, high, rule = RULES[name]
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not low <= value <= high:
-            raise UserError(f"{name} is {value!r}: it must be {rule}")
-        if name == "top_k" and value % 1:
-            raise UserError(f"{name} is {value!r}: it must be {rule}")
+        is_in_range = is_number and low <= value <= high
+        if not is_in_range or (name == "top_k" and value % 1):
+            refuse_setting(name, value, rule)
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     """UserError unless the value is one of these."""
     if value not in choices:
-        raise UserError(f"{name} is {value!r}: it must be {' or '.join(choices)}")
+        refuse_setting(name, value, " or ".join(choices))
 
 
 def checked_texts(name: str, value: Any) -> tuple[str, ...]:
@@ -164,8 +170,7 @@ def checked_texts(name: str, value: Any) -> tuple[str, ...]:
     if isinstance(texts, (list, tuple)):
         if all(isinstance(text, str) and text for text in texts):
             return tuple(texts)
-    rule = "it must be a text, or a list of texts, none of them empty"
-    raise UserError(f"{name} is {value!r}: {rule}")
+    refuse_setting(name, value, "a text, or a list of texts, none of them empty")
 
 
 def check_whole(name: str, value: Any, low: int, high: int | None, otherwise: str = "") -> None:
@@ -177,7 +182,7 @@ def check_whole(name: str, value: Any, low: int, high: int | None, otherwise: st
         rule = f"from {low} to {high}"
         if high is None:
             rule = f"of at least {low}"
-        raise UserError(f"{name} is {value!r}: it must be a whole number {rule}{otherwise}")
+        refuse_setting(name, value, f"a whole number {rule}{otherwise}")
 
 
 # ---- What a text may follow: grammar.py ----------------------------------------------------------
@@ -211,12 +216,11 @@ def checked_schema(schema: Any) -> str:
         wrong = "it is something else"
     except (TypeError, ValueError, RecursionError) as error:
         wrong = brief(error, 100)
-    rule = 'it must be a JSON object, such as {"type": "object"}'
-    raise UserError(f"schema is {brief(schema, 100)}: {rule} ({wrong})")
+    refuse_setting("schema", schema, f'a JSON object, such as {{"type": "object"}} ({wrong})')
 
 
 def checked_text(notation: str, text: Any) -> str:
     """UserError unless it is a text, not empty, that UTF-8 can spell."""
     if isinstance(text, str) and text and not re.search("[\ud800-\udfff]", text):
         return text
-    raise UserError(f"{notation} is {text!r}: it must be a text that is not empty")
+    refuse_setting(notation, text, "a text that is not empty")

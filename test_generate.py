@@ -177,7 +177,6 @@ def test_every_end_of_text_token_ends_it_and_is_not_shown(tmp_path):
         ([7, 257], 8, None, {8, 257}),  # a control token is none
         (None, 7, "<|im_end|>", {7, 258}),  # a fine-tune's
         ([7, 256], None, {"content": "<|im_end|>"}, {7, 256, 258}),
-        (None, None, "a", set()),  # no control token
     ],
 )
 def test_the_ends_of_a_text_are_those_of_three_files(
@@ -374,7 +373,7 @@ def test_a_draft_that_is_stored_in_few_bits_stays_as_it_is(base, model, tmp_path
                     assert torch.equal(tensor, stored[name].to(tensor.dtype)), name
             for asked, name in ((8, "INT8"), (4, "INT4"), ("nf4", "NF4")):
                 with pytest.raises(UserError, match=f"weights are INT8 already, and {name} is"):
-                    load_draft(folder, target, None, asked)
+                    generate(PROMPT, "no target", draft=folder, draft_bits=asked)
     (draft,) = load_draft(base, Model.load(small, "cpu", torch.float64)).models
     assert draft.config.quantization.bits == 8  # as the target is stored
 

@@ -45,7 +45,7 @@ from checkpoint.config import Config
 from checkpoint.layouts import load_quantization
 from conftest import ROOT, SMALL, heard, write_model
 from errors import UserError
-from generate import Engine, Model, load_draft
+from generate import Engine, Model, check_draft, load_draft
 from kvcache import KVCache, KVSpec
 from model import Llama
 from parallel import group_for, num_processes, shard_config, shard_tensor, stop_flag
@@ -471,19 +471,21 @@ def decisions(folder: Path) -> list[Any]:
     answers += [group.agree([rank, 7]), group.agree([[rank + 0.5]])]
     lines = iter([f"line {rank}"])
     answers += [read_once(lambda: next(lines)), rank == 0 or next(lines) == "line 1"]
-    try:
-        Llama.load(folder, "cpu", bits=4)
-    except UserError as error:
-        answers.append(str(error))
+    for load in (lambda: Llama.load(folder, "cpu", bits=4), lambda: check_draft(folder, 4)):
+        try:
+            load()
+        except UserError as error:
+            answers.append(str(error))
     return answers
 
 
 def test_memory_is_shared_and_what_is_read_is_the_first_processes(everywhere, models):
     a, b = everywhere(2, decisions, models["tied"])
     assert a == b
-    *answers, refused = a
+    *answers, refused, draft_refused = a
     assert answers == [2, 500, [0, 7], [[0.5]], "line 0", True]
     assert "128 columns" in refused  # before memory is asked for
+    assert draft_refused == refused
 
 
 def interrupted(folder: Path) -> list[Any]:

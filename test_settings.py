@@ -33,7 +33,7 @@ def test_an_error_names_the_setting_the_value_and_the_rule(name):
         with pytest.raises(UserError) as error:
             Settings(**{name: value})
         assert str(error.value).startswith(f"{name} is ") and "must be" in str(error.value)
-        assert "\n" not in str(error.value)
+        assert "\n" not in str(error.value) and error.value.param == name
 
 
 def test_the_ends_of_each_range_are_taken():

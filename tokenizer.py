@@ -227,8 +227,7 @@ class Tokenizer:
         source = self.chat_template if tools is None else self.tool_template
         if source is None:
             raise UserError(
-                f"{self._vocabulary.file}: there is no chat template; use a text, or a folder with "
-                "a chat_template.jinja"
+                "there is no chat template; use a text, or a folder with a chat_template.jinja"
             )
         encode = partial(self._bpe.encode, deadline=thread_time() + SECONDS)
         template = self._templates[source]
@@ -239,8 +238,7 @@ class Tokenizer:
     def token_bytes(self, id: int, special: bool = False) -> bytes:
         """The bytes of a token: b"" for an unused id, and for a control token unless `special`."""
         if not 0 <= id < self.vocab_size:
-            file = self._vocabulary.file
-            raise UserError(f"{file}: there is no token {id}; ids are below {self.vocab_size}")
+            raise UserError(f"there is no token {id}; ids are below {self.vocab_size}")
         if id in self._special_ids and not special:
             return b""
         return self._vocabulary.tokens.get(id, b"")

@@ -12,9 +12,11 @@ Not covered: several threads.
 
 import ctypes
 import shlex
+import signal
 import struct
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -29,6 +31,7 @@ sys.path.insert(0, str(ROOT))
 from cpu import native  # noqa: E402
 from quant import nf4  # noqa: E402
 
+SECONDS = 300  # for a compiler, and for a call, which takes milliseconds
 NUMBER, BLOCK, REAL = range(3)  # as in arm.c
 ALONE = """
 static inline int omp_get_max_threads(void) { return 1; }
@@ -67,7 +70,7 @@ def compiled(march: str, compiler: str, folder: Path) -> Path:
     options += [f"-march={march}", *native.FLAGS, "-static", "-o", str(program)]
     source = f"{native.source()}\n{(ROOT / '.ci/arm.c').read_text()}"
     command = [*shlex.split(compiler), *options, "-x", "c", "-", "-lm"]
-    subprocess.run(command, input=source, text=True, check=True)
+    subprocess.run(command, input=source, text=True, check=True, timeout=SECONDS)
     return program
 
 
@@ -77,7 +80,8 @@ def compile_for_mac(march: str, compiler: str, folder: Path) -> None:
         (folder / name).write_text(header)
     options = ["-w", "-Xclang", "-fopenmp", "-ffreestanding", f"-I{folder}", f"-march={march}"]
     command = [*shlex.split(compiler), *options, *native.FLAGS, "-x", "c", "-c", "-"]
-    subprocess.run([*command, "-o", "/dev/null"], input=native.source(), text=True, check=True)
+    command += ["-o", "/dev/null"]
+    subprocess.run(command, input=native.source(), text=True, check=True, timeout=SECONDS)
 
 
 class Emulator:
@@ -100,6 +104,8 @@ class Emulator:
         return at
 
     def call(self, name: str, *arguments: Any) -> int:
+        signal.signal(signal.SIGALRM, partial(self.give_up, name))
+        signal.alarm(SECONDS)
         blocks: dict[int, Any] = {}  # address -> what lies there
         values = []
         for x, kind in zip(arguments, getattr(self.library, name).argtypes, strict=True):
@@ -123,7 +129,13 @@ class Emulator:
             answer = self.process.stdout.read(size(x))
             if isinstance(x, Tensor):  # structures have addresses, of another machine's
                 ctypes.memmove(at, answer, len(answer))
+        signal.alarm(0)
         return result
+
+    def give_up(self, name: str, *_: Any) -> None:
+        """End all tests: the call does not return. (Hypothesis would catch another exception.)"""
+        self.process.kill()
+        raise KeyboardInterrupt(f"{name} runs in the emulator for more than {SECONDS} s")
 
     def add(self, x: Any, blocks: dict[int, Any]) -> None:
         """Make blocks of x, and of what it points to."""

@@ -26,7 +26,7 @@ from app.shell import MAX_MESSAGE, Terminated, say, status, write
 from checkpoint.hub import find_model
 from checkpoint.load import open_checkpoint
 from errors import UserError, brief
-from generate import Draft, Engine, Model, load_draft
+from generate import Draft, Engine, Model, check_draft, load_draft
 from kernels import find_device
 from model import Llama, weight_bytes
 from parallel import num_processes, shard_config
@@ -175,6 +175,7 @@ def describe(names: Sequence[str], llamas: Sequence[Llama]) -> str:
 def load(args: argparse.Namespace, device: torch.device) -> tuple[Model, Draft | None]:
     """The target, and what drafts for it."""
     dtype = getattr(torch, args.dtype) if args.dtype else None
+    check_draft(args.draft, args.draft_bits)
     model = Model.load(args.target, device, dtype, args.bits)
     return model, load_draft(args.draft, model, dtype, args.draft_bits)
 

@@ -19,7 +19,8 @@ KEY_VARIABLE = "LLAMA_API_KEY"
 FILES = ("schema", "grammar")  # settings that are read from files
 MAX_GRACE = 86_400  # seconds
 MAX_TEXTS = 2**16  # asked for at a time
-ORIGIN = r"\*|null|[a-z][a-z\d+.-]*://[^/?#@*\sA-Z]*"  # browsers send small letters
+# Browsers send small letters, and no port that a scheme has by itself.
+ORIGIN = r"\*|null|(?!http:.*:80$|https:.*:443$)[a-z][a-z\d+.-]*://[^/?#@*\sA-Z]*"
 EXAMPLES = """\
 examples:
   python generate.py --draft tiny-draft "Once upon a time"     the model in this repository
@@ -372,5 +373,6 @@ def check_server_flags(args: argparse.Namespace) -> None:
         if not re.fullmatch(ORIGIN, origin):
             raise UserError(
                 f"--allow-origin is {origin!r}: it must be as a browser sends it, a scheme and a "
-                "host, no path or pattern: http://localhost:3000; null; or '*' for all pages"
+                "host, no path, pattern or usual port (80, 443): http://localhost:3000; null; or "
+                "'*' for all pages"
             )

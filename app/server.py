@@ -311,7 +311,7 @@ def http_error(error: Exception) -> HttpError:
     if isinstance(error, HttpError):
         return error
     if isinstance(error, UserError):
-        return HttpError(400, str(error))
+        return HttpError(400, str(error), param=error.param)
     if isinstance(error, RecursionError):
         return HttpError(400, "the body has too many objects within objects")
     if isinstance(error, QueueFull):

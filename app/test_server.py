@@ -133,7 +133,9 @@ async def events(app, path, **body) -> list[dict]:
 
 
 async def refused(app, path, body, headers=()) -> tuple[int, dict]:
+    """The status and the error, which tells no path of the server's files."""
     status, text, _ = await ask(app, "POST", path, body, headers)
+    assert str(app.offer.model.folder) not in text
     return status, json.loads(text)["error"]
 
 
@@ -275,6 +277,9 @@ def test_a_chat_follows_the_template(instruct):
         assert answer["object"] == "chat.completion" and answer["id"].startswith("chatcmpl-")
         whole = await post(app, CHAT, messages=messages, temperature=0, ignore_eos=True)
         assert whole["usage"]["total_tokens"] == 96  # all of the context
+        asks = dict(messages=messages, chat_template_kwargs=dict(enable_thinking=True))
+        status, error = await refused(app, CHAT, asks)
+        assert status == 400 and "knows no enable_thinking" in error["message"]
 
     run(scenario, model=model)
 
@@ -569,6 +574,8 @@ def test_what_is_wrong_is_told_and_serving_goes_on(capsys):
             assert (status, error["type"]) == (400, "invalid_request_error"), (body, error)
             assert says in error["message"], (says, error)
             assert error.keys() == {"message", "type", "param", "code"}
+            named = re.match(r"(\w+) is .*: it must be", error["message"])
+            assert not named or error["param"] == named[1], error
         status, error = await refused(app, CHAT, user("a " * 500))
         assert error["code"] == "context_length_exceeded" and error["param"] == "messages"
         status, error = await refused(app, CHAT, user() | dict(model="gpt"))
@@ -1124,6 +1131,8 @@ def test_mistakes_are_one_line(monkeypatch, capsys):
         (["--allow-origin", "localhost:3000"], "--allow-origin is 'localhost:3000'"),
         (["--allow-origin", "HTTP://a"], "--allow-origin is 'HTTP://a'"),
         (["--allow-origin", "http://a:*"], "--allow-origin is 'http://a:*'"),
+        (["--allow-origin", "http://a:80"], "--allow-origin is 'http://a:80'"),
+        (["--allow-origin", "https://[::1]:443"], "--allow-origin is 'https://[::1]:443'"),
         (["--tensor-parallel", "2"], "a server is one process"),
         (["--host", "no.such.host.invalid"], "nothing can listen on no.such.host.invalid"),
         (["--prompts", "x"], "unrecognized arguments"),

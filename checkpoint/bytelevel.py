@@ -46,6 +46,7 @@ from checkpoint.vocabulary import (
     reject,
     steps_of,
 )
+from errors import UserError, brief
 
 GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
@@ -94,14 +95,14 @@ class ByteLevel(NamedTuple):
 # ---- Pieces
 
 
-def normal_form(file: Path) -> Split:
+def normal_form() -> Split:
     """A first step that cuts nothing, and brings a text into Unicode's normal form C. UserError
     for a text that would take it long."""
     too_many = regex.compile(rf"(?<!\p{{M}})\p{{M}}{{{MOST_MARKS}}}")
 
     def normalize(text: str, deadline: float) -> list[str]:
         if too_many.search(text):
-            reject(file, f"a text has {MOST_MARKS} combining marks in a row", "leave some out")
+            raise UserError(f"a text has {MOST_MARKS} combining marks in a row; leave some out")
         return [unicodedata.normalize("NFC", text)]
 
     return normalize
@@ -115,7 +116,7 @@ def compile_split(file: Path, pattern: str) -> Split:
         reject(file, wrong, f"at most {LONGEST_PATTERN:,} characters make sense")
     try:
         if re.fullmatch(PLAIN_SYNTAX, pattern):
-            return timed_split(file, pattern)
+            return timed_split(pattern)
         wrong = f"the split pattern {pattern!r} is not plain"
     except (regex.error, RecursionError) as error:
         wrong = f"the split pattern {pattern!r} does not compile ({error})"
@@ -123,7 +124,7 @@ def compile_split(file: Path, pattern: str) -> Split:
     reject(file, wrong, rule)
 
 
-def timed_split(file: Path, pattern: str) -> Split:
+def timed_split(pattern: str) -> Split:
     """A function that cuts a text by this pattern. UserError if it meets its deadline."""
     compiled = regex.compile(f"({pattern})", regex.MULTILINE)  # $ is the end of a line
     if pattern in LINEAR:
@@ -138,8 +139,10 @@ def timed_split(file: Path, pattern: str) -> Split:
                 return compiled.split(text, timeout=left * factor)  # without the GIL
             factor *= 2
             left = deadline - thread_time()
-        wrong = f"the split pattern {pattern!r} takes more than {SECONDS} s for this text"
-        reject(file, wrong, "change the text, or use another tokenizer")
+        raise UserError(
+            f"the split pattern {brief(pattern)} takes more than {SECONDS} s for this text: change "
+            "the text, or use another tokenizer"
+        )
 
     return split
 
@@ -212,7 +215,7 @@ def read_byte_level(file: Path, data: Json, config: Json) -> Vocabulary:
     texts = TokenTexts.read(file, data, config)
     splits = read_splits(file, data.get("pre_tokenizer"))
     if steps_of(data.get("normalizer"), "normalizers"):
-        splits.insert(0, normal_form(file))
+        splits.insert(0, normal_form())
         if texts.normalized:
             wrong = f"{min(texts.normalized)!r} is searched in the normalized text"
             reject(file, wrong, "added tokens must say normalized: false")

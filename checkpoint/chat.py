@@ -110,8 +110,8 @@ class ChatTemplate:
             options["enable_thinking"] = enable_thinking
             if "enable_thinking" not in self.source:
                 raise UserError(
-                    f"{self.vocabulary.file}: the chat template knows no enable_thinking, so "
-                    "thinking cannot be chosen: leave it out"
+                    "the chat template knows no enable_thinking, so thinking cannot be chosen: "
+                    "leave it out"
                 )
         ids = []
         parts = self._finder.split(self._render(messages, options))
@@ -153,7 +153,7 @@ class ChatTemplate:
             problem = "it leaves the last user message out, as a text and as a list of parts"
         if problem:
             raise UserError(
-                f"{self.vocabulary.file}: the chat template fails on this conversation: "
+                "the chat template fails on this conversation: "
                 f"{brief(problem.translate(self._restore))}; change the messages, or use --raw"
             )
         warnings.warn(f"{self.vocabulary.file}: the chat template changes the last user message")

@@ -83,7 +83,7 @@ class GenerationConfig:
     def all_ends(self, config: Config, tokenizer: Tokenizer) -> set[int]:
         """The tokens that end a text, say three files. One in config.json is stale if it is an
         ordinary token and this file names others. A fine-tune may have changed eos_token in
-        tokenizer_config.json alone."""
+        tokenizer_config.json alone. An id beyond the vocabulary is never drawn: no harm."""
         ends = {*self.eos_token_ids}
         others = {*config.eos_token_ids}
         if ends:

@@ -168,9 +168,15 @@ def named_texts(gguf: GGUF) -> dict[str, str]:
 
 
 def prefix(gguf: GGUF, default: bool) -> list[int]:
-    """The ids that begin a raw prompt. default: whether bos does, if the file does not say."""
-    begins = metadata(gguf, "add_bos_token", default)
-    return [metadata(gguf, "bos_token_id")] if begins else []
+    """The ids that begin a raw prompt. default: whether bos does, if the file does not say.
+    UserError if it does, and the file does not say which token it is."""
+    if not metadata(gguf, "add_bos_token", default):
+        return []
+    bos = metadata(gguf, "bos_token_id")
+    if bos is None:
+        wrong = "a prompt begins with bos, and no tokenizer.ggml.bos_token_id says what that is"
+        reject(gguf.file, wrong, "write it (`gguf-new-metadata --special-token-by-id bos ID`)")
+    return [bos]
 
 
 def token_kinds(gguf: GGUF) -> list[int]:
@@ -203,7 +209,7 @@ def read_gguf_byte_level(gguf: GGUF) -> Vocabulary:
     start = prefix(gguf, pre.begins)
     splits = [compile_split(gguf.file, pattern) for pattern in pre.patterns]
     if pre.normalizes:
-        splits.insert(0, normal_form(gguf.file))
+        splits.insert(0, normal_form())
     return make_byte_level(
         TokenTexts.of(gguf.file, vocab, [*entries.values()], start, named_texts(gguf)),
         listed(gguf, "merges"),

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from eagle import EagleHead
     from model import Llama
 
+Shape = TypeVar("Shape", Config, EagleConfig)
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 
@@ -62,8 +63,7 @@ def load_llama(
             "use the model in 16 or 32 bits that they were made from"
         )
     numbers = read_weights(checkpoint, weights, config.quantization)
-    if bits != 16:
-        config = config.quantized(Quantization(bits))
+    config = in_bits(config, bits)
     device = torch.device(device) if device else find_device()
     ops = ops_for(device)
     dtype, weight_dtype = ops.dtypes(checkpoint.dtypes, dtype)
@@ -87,8 +87,7 @@ def load_eagle(cls: type[EagleHead], folder: Path, target: Llama, bits: Kind = 1
     dtype, weight_dtype = ops.dtypes(checkpoint.dtypes, target.dtype)
     weights = cls(config, target, "meta", seed=None).named_weights()  # of the whole head
     layout = config.layer.quantization
-    if bits != 16:
-        config = config.quantized(Quantization(bits))
+    config = in_bits(config, bits)
     shard = config.shard(target.group)  # what this process will hold
     config.check_target(target.config, shard.layer)
     empty = cls(shard, target, "meta", dtype, None, weight_dtype=weight_dtype)
@@ -100,12 +99,27 @@ def load_eagle(cls: type[EagleHead], folder: Path, target: Llama, bits: Kind = 1
     return head.pack_weights()
 
 
+def in_bits(config: Shape, bits: Kind | None) -> Shape:
+    """As `bits` rounds the weights of a model while loading them; 16, None: not at all. UserError
+    if they are rounded already."""
+    return config if bits in (16, None) else config.quantized(Quantization(bits))
+
+
+def draft_config(folder: Path, bits: Kind | None = None) -> Config:
+    """The draft in a folder, a model or an EAGLE head, as this process would load it: its weights
+    are not read. UserError if it cannot be loaded so."""
+    if is_eagle(folder):
+        draft = EagleConfig.load(folder).draft_config
+    else:
+        draft, _ = open_checkpoint(folder)
+    return group_for(torch.device("cpu")).shard(in_bits(draft, bits))
+
+
 def default_bits(folder: Path, target: Config) -> Kind:
     """The bits to which a folder's draft is rounded where none are asked for: those of the target's
     layers, whichever program rounded them. A draft that is stored in few bits stays as it is: 16.
     """
-    draft = EagleConfig.load(folder).layer if is_eagle(folder) else open_checkpoint(folder)[0]
-    if draft.quantization is not None or target.quantization is None:
+    if draft_config(folder).quantization is not None or target.quantization is None:
         return 16
     return target.quantization.bits
 

@@ -317,7 +317,7 @@ def test_templates_that_fail_are_one_line(tmp_path):
         with pytest.raises(UserError, match="the chat template fails") as error:
             layout(tmp_path, source, ("user", "<|end|>"))
         said = str(error.value)
-        assert says in said and said.startswith(str(tmp_path)) and "\n" not in said, said
+        assert says in said and str(tmp_path) not in said and "\n" not in said, said
         assert said.encode()  # no surrogate is left
 
 

@@ -304,7 +304,7 @@ def test_pieces_of_a_gguf_are_those_of_the_other_files(tmp_path):
     unused = Tokenizer.load(spm_gguf(tmp_path / "unused.gguf", {"bm": 5}))
     assert unused.encode("mbm") == tok.encode("mbm")  # b and m do not merge
     hostile = {"tokenizer.chat_template": string("{{ 'x' * 10**10 }}")}
-    with pytest.raises(UserError, match="c.gguf: the chat template fails .* MiB of memory"):
+    with pytest.raises(UserError, match="^the chat template fails .* MiB of memory"):
         Tokenizer.load(spm_gguf(tmp_path / "c.gguf", **hostile)).chat([])
     no_bos = {"tokenizer.ggml.add_bos_token": number("?", False)}
     unspaced = {"tokenizer.ggml.add_space_prefix": number("?", False)}
@@ -376,7 +376,7 @@ REFUSED: list[tuple[dict[str, bytes], str]] = [
     ({"tokenizer.ggml.merges": strings(["a"])}, "merge 0 is 'a'"),
     ({"tokenizer.ggml.eos_token_id": number("I", 99999)}, "ggml.eos_token_id is 99999"),
     ({"tokenizer.ggml.bos_token_id": number("i", -1)}, "ggml.bos_token_id is -1"),
-    ({"tokenizer.ggml.add_bos_token": number("?", True)}, "begins with token None"),
+    ({"tokenizer.ggml.add_bos_token": number("?", True)}, "no tokenizer.ggml.bos_token_id"),
     ({"tokenizer.chat_template": number("I", 5)}, "chat_template is 5"),
     ({"llama.attention.sliding_window": number("f", 0.5)}, "sliding_window is 0.5"),
     ({"general.architecture": string("qwen3moe")}, "general.architecture is 'qwen3moe'"),

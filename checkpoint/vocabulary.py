@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from checkpoint.bytelevel import ByteLevel
     from checkpoint.sentencepiece import SentencePiece
 
+# Chat templates write these. Other names (pad_token, …) stand in no text, so that it does no harm
+# if they name what is no token.
+WRITTEN = ("bos_token", "eos_token")
 LONGEST_TOKEN = 256  # characters of an added one
 TEXTS = ("<tool_call>", "</tool_call>")  # that some models mark as special: clients read them
 LARGEST_VOCABULARY = 2**26  # the most bytes of a vocabulary file; up to 30 MB are usual
@@ -182,6 +185,11 @@ class TokenTexts(NamedTuple):
             is_special = entry.get("special") and text not in TEXTS
             kind = special if is_special else others
             kind[text] = entry["id"]
+        for name in WRITTEN:
+            text = named.get(name)
+            if text and text not in special | others:
+                wrong = f"{name} is {text!r}, which is none of its added tokens"
+                reject(file, wrong, "correct the name in tokenizer_config.json, or add the token")
         for text, id in ids.items():
             if not text or type(id) is not int or id < 0:
                 reject(file, f"{text!r} has id {id!r}", "each token needs a text, and an id from 0")

@@ -32,9 +32,9 @@ import torch
 
 from app.shell import number_or_word
 from checkpoint.config import Config
-from checkpoint.formats import Quantization
 from checkpoint.gguf_model import GGUFCheckpoint, read_gguf_config
 from checkpoint.hub import EMBEDDED, find_model, is_gguf
+from checkpoint.load import in_bits
 from errors import UserError
 from generate import STEP_BUDGET
 from kvcache import KVSpec
@@ -96,13 +96,6 @@ def find_config(name: str) -> Config:
         )
     path = find_model(name)
     return read_gguf_config(GGUFCheckpoint(path)) if is_gguf(path) else Config.load(path)
-
-
-def in_bits(config: Config, bits: Kind) -> Config:
-    """As `--bits` rounds the weights of a model while loading them."""
-    if bits == 16:
-        return config
-    return config.quantized(Quantization(bits))
 
 
 def without_numbers(config: Config) -> Llama:
