@@ -267,7 +267,9 @@ def ops() -> CPU:
     """One for all models. If C is wrong, plain torch computes from now on."""
     cpu = CPU()
     if native.library() is not None:
+        threads = torch.get_num_threads()
         wrong = selftest.first_wrong(cpu)
+        torch.set_num_threads(threads)  # a loop of C that was disturbed has halved them
         if wrong:
             native.distrust(wrong)
     return cpu

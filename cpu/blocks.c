@@ -191,6 +191,11 @@ INLINE float one_bf16(uint16_t x) {
     return u.f;
 }
 
+INLINE uint16_t to_bf16(float x) {                  // to the nearest, ties to even
+    union { float f; uint32_t i; } u = { x };
+    return x != x ? 0x7FC0 : (u.i + 0x7FFF + (u.i >> 16 & 1)) >> 16;
+}
+
 INLINE float sum(vec v) {
 #ifdef __aarch64__
     return (v[0] + v[1]) + (v[2] + v[3]);
@@ -378,8 +383,7 @@ INLINE ints joined(ints s) { return s; }
 // whole sums. Float32 does for a zero that is a fraction, and for one beyond ±255, which is most of
 // its w.
 INLINE vec total_real(const Stretch *a, vec s, const Whole *x, long at) { return s; }
-INLINE vec total_whole(const Stretch *a, whole in_parts, const Whole *x, long at) {
-    ints s = joined(in_parts);
+INLINE vec total_ints(const Stretch *a, ints s, const Whole *x, long at) {
     if (!a->zero) return number(s - a->common_zero * x->sum) * x->scale;
     vec sum = each(-(float)x->sum);
     if (a->float_zeros)
@@ -387,6 +391,9 @@ INLINE vec total_whole(const Stretch *a, whole in_parts, const Whole *x, long at
     ints zero = widen_i16((const int16_t *)a->zero + at), far = (zero > 255) | (zero < -255);
     s -= (zero & ~far) * x->sum;                    // exact in 32 bits
     return fused(number(zero & far), sum, number(s)) * x->scale;
+}
+INLINE vec total_whole(const Stretch *a, whole s, const Whole *x, long at) {
+    return total_ints(a, joined(s), x, at);
 }
 INLINE vec scales(const Stretch *a, long at) {
     const uint16_t *half = (const uint16_t *)a->scale + at;

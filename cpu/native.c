@@ -137,11 +137,6 @@ INLINE long vector_of(const Past *at, long j, long g) {
     return at->table[j / at->S] * at->block + j % at->S + g * at->head;
 }
 
-INLINE uint16_t to_bf16(float x) {                  // to the nearest, ties to even
-    union { float f; uint32_t i; } u = { x };
-    return x != x ? 0x7FC0 : (u.i + 0x7FFF + (u.i >> 16 & 1)) >> 16;
-}
-
 // quant.affine of n numbers: the scale, and the zero, of which `steps` are a step of the grid.
 static uint16_t grid(const float *x, long n, float steps, int16_t *zero) {
     float low = x[0], high = x[0], bad = 0;
@@ -417,7 +412,7 @@ static void many_look_back(const Layout *a, const Past *past, long t, long start
             long first = block * tokens, rows = least(tokens, n - first) * R;
             long seen = start + first + rows / R;                   // by the block's last token
             Weight v = { .w = values + g * M * wide, .N = wide, .K = M, .group = STRETCH };
-            Rows weights = { .x = (char *)p, .K = seen, .row = keys_wide, .bytes = 4 };
+            Rows weights = { .x = (char *)p, .K = seen, .row = 4 * keys_wide, .bytes = 4 };
             for (long i = 0; i < rows; i++) query(a, t + first, i, g, q + i * D, D);
             for (long j = 0, some; j < seen; j += some * WIDE) {
                 const float *k = keys + (g * keys_wide + j) * D;

@@ -15,6 +15,8 @@ where there is a dot product of four bytes), eight of INT4 or NF4.
 Floating point is multiplied as float32, of which bfloat16 is the upper half; FP8 is float16 with a
 smaller exponent, and NF4's look-up is a permutation of a register. INT8 and INT4 are multiplied as
 whole numbers: x becomes 16 bits, with a scale for each row and stretch, and the sums are exact.
+Where the CPU multiplies tiles (Intel's AMX), prompts and batches by INT8 and INT4 are made of them,
+with the same bits, and all products by bfloat16, for which x becomes two bfloat16 (tiles.c).
 Scales of W are bfloat16, float16 or float32, zeros int16 or float32. Where W's columns are stored
 in another order, x is gathered in that order. For W8A8, x is rounded to 8 bits before.
 
@@ -28,7 +30,8 @@ Ctrl-C arrives before or after a call, as KeyboardInterrupt (`call`).
 
 Invariant: results are those of kernels.Ops up to the order of sums. A product's error is at most
 2e-5 of Σ|x||w|; beside INT8 and INT4, x is off by at most 2^-16 of the largest |x| of its stretch,
-too (a little more on ARM). NaN in FP8 makes NaN of its row of W.
+too (a little more on ARM). Products by INT8 and INT4 have the same bits on every x86. NaN in FP8
+makes NaN of its row of W.
 
 Invariant: equal bits. A row of any operation here does not depend, to the bit, on the other rows of
 the step, or on threads: all loops add in one order for a row. So logits are a function of the text
@@ -72,7 +75,7 @@ if TYPE_CHECKING:
     from model import Features, Layer, Llama, Rope
     from speculative import Proposal
 
-SOURCES = ("blocks.c", "products.c", "native.c")
+SOURCES = ("blocks.c", "products.c", "tiles.c", "native.c")
 FLAGS = ("-O3", "-fno-math-errno", "-ffp-contract=off")  # no fused multiply-add but `fused`
 WITHOUT_C = "no C here, so this CPU is up to 5 times slower, and weights may take twice the memory"
 WIDE = 16  # rows of W in a panel
@@ -162,6 +165,7 @@ def build_library() -> ctypes.CDLL:
     declare(lib, source())
     table = (FLOAT * 16).in_dll(lib, "nf4")
     table[:] = nf4().tolist()
+    LONG.in_dll(lib, "has_tiles").value = lib.ask_for_tiles()
     return lib
 
 

@@ -17,8 +17,13 @@ static Stretch stretch_at(const Weight *w, long p, long k, long n) {
                       .float_zeros = w->float_zeros, .common_zero = w->common_zero };
 }
 
-// x as the panels want it: K columns, of 4 or (whole) 2 bytes; `row` columns from row to row.
-typedef struct { const char *x; const Whole *whole; long K, row, bytes, stretches; } Rows;
+// x as the panels want it: K columns, of 4 or (whole) 2 bytes; `row` bytes from row to row. Or as
+// tiles.c wants it, with so many tile_rows; else 0.
+typedef struct {
+    const char *x;
+    const Whole *whole;
+    long K, row, bytes, stretches, tile_rows;
+} Rows;
 
 // Panels from first to last, times T rows of x -> y: [T, N], N whole panels.
 static void some_panels(const Weight *w, Rows x, float *y, long T, long N, long first, long last) {
@@ -34,7 +39,7 @@ static void some_panels(const Weight *w, Rows x, float *y, long T, long N, long 
                 a.runs = least((x.K - k) / stretch, STRETCH / stretch);
             if (a.runs < 1) a.runs = 1;                                 // the last is a short one
             columns = a.runs * stretch;
-            a.x = x.x + k * x.bytes, a.row = WHOLE[kind] ? x.row / COLUMNS_whole : x.row;
+            a.x = x.x + k * x.bytes, a.row = x.row / x.bytes / (WHOLE[kind] ? COLUMNS_whole : 1);
             a.whole = x.whole + k / stretch, a.stretches = x.stretches;
             a.y = y + p * WIDE, a.N = N, a.first = k == 0, a.far = a.panel;
             // To fetch: what is read later, of these panels or, beyond their end, of the next ones.
@@ -46,7 +51,7 @@ static void some_panels(const Weight *w, Rows x, float *y, long T, long N, long 
                 rows = T / tiles + (i < T % tiles);                     // nearly as many each time
                 a.pace = bytes / units / tiles, a.soon = next + i * units * a.pace;
                 blocks[many ? WHOLE[kind] ? I16 : F32 : kind][rows][P > 1](&a);
-                a.x += rows * x.row * x.bytes, a.y += rows * N, a.whole += rows * x.stretches;
+                a.x += rows * x.row, a.y += rows * N, a.whole += rows * x.stretches;
             }
         }
     }
@@ -156,37 +161,50 @@ void notice(long began, long first, long last) {
     omp_set_num_threads(resting.fewer);
 }
 
+// Of tiles.c, which comes after this file.
+static long tile_rows(const Weight *w, long T);
+static long row_bytes(const Weight *w);
+static void row_to_tiles(const Weight *w, const float *x, Whole *whole, char *to, long apart);
+static void some_tiles(const Weight *w, Rows x, float *y, long T, long N, long first, long last);
+
 // y = x Wᵀ + bias. x: float32[T, K]; y: float32[T, N].
 void product(const float *x, const Weight *w, float *y, long T) {
-    long N = w->N, K = w->K, panels = parts(N, WIDE), whole = WHOLE[w->kind];
-    long row = parts(K, COLUMNS[w->kind]) * COLUMNS[w->kind], bytes = whole ? 2 : 4;
-    long stretch = least(w->group, STRETCH), stretches = parts(K, stretch);
-    long ordered = w->order || w->input_bits == 8, moves = whole || ordered || row != K;
+    long N = w->N, K = w->K, panels = parts(N, WIDE), whole = WHOLE[w->kind], bytes = whole ? 2 : 4;
+    long stretch = least(w->group, STRETCH), stretches = parts(K, stretch), R = tile_rows(w, T);
+    long row = R ? row_bytes(w) : parts(K, COLUMNS[w->kind]) * COLUMNS[w->kind] * bytes;
+    long ordered = w->order || w->input_bits == 8;
+    long moves = R || whole || ordered || row != K * bytes;
     float *full = N % WIDE ? allocate(T * panels * WIDE * sizeof *full) : y;
-    char *moved = moves ? calloc(T, row * bytes) : 0;
+    long moved_rows = !moves ? 0 : R ? parts(T, R) * R : T;
+    char *moved = allocate(moved_rows * row);
+    if (!R) memset(moved, 0, moved_rows * row);                         // what is beyond K
     Whole *wholes = whole ? malloc(T * stretches * sizeof *wholes) : 0;
     #pragma omp parallel for if (moves && T * K > 1 << 13)
-    for (long t = 0; t < (moves ? T : 0); t++) {
-        char *to = moved + t * row * bytes;
+    for (long t = 0; t < least(T, moved_rows); t++) {
+        char *to = moved + t * row;
         float in_order[ordered ? K : 1];
         const float *from = ordered ? in_order : x + t * K;
         if (ordered) arrange(w, x + t * K, in_order);
-        if (!whole) memcpy(to, from, K * sizeof *from);
+        if (R) row_to_tiles(w, from, wholes + t * stretches,
+                            moved + t / R * R * row + t % R * 64, R * 64);
+        else if (!whole) memcpy(to, from, K * sizeof *from);
         else for (long k = 0, i = t * stretches; k < K; k += stretch, i++)
             wholes[i] = to_whole(from + k, (int16_t *)to + k, least(K - k, stretch));
-        if (whole && QUADS) make_quads((int16_t *)to, row, w->kind);
+        if (!R && whole && QUADS) make_quads((int16_t *)to, row / 2, w->kind);
     }
-    Rows all = { moves ? moved : (const char *)x, wholes, K, row, bytes, stretches };
+    Rows all = { moves ? moved : (const char *)x, wholes, K, row, bytes, stretches, R };
+    long near = parts(T, parts(T, NEAR));                               // nearly as many each time
+    if (R) near = parts(near, R) * R;
     long began = now(), first = INT64_MAX, last = 0;
     #pragma omp parallel reduction(min:first) reduction(max:last) if (T * N * K > 1 << 16)
     {
         long threads = omp_get_num_threads(), me = omp_get_thread_num();
-        for (long t = 0, i = 0, rows, n = parts(T, NEAR); i < n; i++, t += rows) {
+        for (long t = 0; t < T; t += near) {
             Rows some = all;
-            rows = T / n + (i < T % n);                                 // nearly as many each time
-            some.x += t * row * bytes, some.whole += t * stretches;
-            some_panels(w, some, full + t * panels * WIDE, rows, panels * WIDE,
-                        panels * me / threads, panels * (me + 1) / threads);
+            some.x += t * row, some.whole += t * stretches;
+            (R ? some_tiles : some_panels)(w, some, full + t * panels * WIDE, least(near, T - t),
+                                           panels * WIDE, panels * me / threads,
+                                           panels * (me + 1) / threads);
         }
         first = last = now();
     }

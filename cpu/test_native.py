@@ -23,7 +23,7 @@ from checkpoint.formats import Quantization
 from checkpoint.load import fill_model
 from conftest import SMALL, attend
 from cpu import CPU, native
-from cpu.test_products import rounding_of_x
+from cpu.test_products import has_tiles, rounding_of_x
 from kernels import Linear, Ops
 from kvcache import AttentionMetadata, KVCache, KVSpec, SequenceSlice, Store
 from model import Llama
@@ -84,12 +84,15 @@ def test_products_of_any_shape(layout, T, N, K, group, has_bias, threads, seed):
     assert y.shape == (T, N)
     error = (y.double() - seen_x @ W.T - bias).abs()
     bound = 1e-6 * (size + bias.abs()) + rounding_of_x(stored, seen_x, W)
+    in_tiles = layout == torch.bfloat16 and has_tiles()
+    if in_tiles:  # x has two times eight bits there
+        bound += 2**-17 * size
     assert (error <= bound + 1e-30).all()
     for rows in (1, 7, 37) if T < 24 else (37,):
         chunks = [native.product(chunk, weight) for chunk in x.split(rows)]
         assert torch.equal(torch.cat(chunks), y)
     assert torch.equal(native.product(x.T.contiguous().T, weight), y)
-    if layout == torch.bfloat16:  # the same numbers in float32: the same to the bit
+    if layout == torch.bfloat16 and not in_tiles:  # as the same numbers in float32
         wide, _ = poisoned_weight(W, torch.float32, group, bias if has_bias else None)
         assert torch.equal(native.product(x, wide), y)
     short = amid(x.bfloat16())

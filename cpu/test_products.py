@@ -1,11 +1,18 @@
 """A product is x Wᵀ + b of the numbers that W stands for, whatever the order and width of W."""
 
+import hashlib
+import os
+import platform
+import subprocess
+import sys
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 
 from cpu import CPU, native
+from cpu.compiled import cpu_features
 from kernels import Linear
 from quant import Quantized, dequantize, quantize
 from test_kernels import LAYOUTS, laid_out, stands_for
@@ -18,8 +25,27 @@ def stored(
     w: torch.Tensor, layout: int | str, group: int = 64
 ) -> tuple[torch.Tensor | Quantized, torch.Tensor]:
     """W [N, K] in this layout, and the numbers that it stands for."""
-    q = laid_out(w, layout, group)
+    q = w.bfloat16() if layout == "bfloat16" else laid_out(w, layout, group)
     return q, stands_for(q, w[:1])[0]
+
+
+def digest() -> str:
+    """Of products by whole numbers, to the bit, of few rows and many."""
+    torch.manual_seed(0)
+    x = torch.randn(40, 300)
+    bits = hashlib.sha256()
+    for layout in LAYOUTS:
+        w, _ = stored(torch.randn(70, 300), layout)
+        if isinstance(w, Quantized) and (w.values.dtype == torch.int8 or w.bits == 4):
+            weight = CPU().pack_weight(Linear(w, torch.randn(70)), torch.float32, "o")
+            for T in (1, 3, 5, 17, 40):
+                bits.update(CPU().linear(x[:T], weight).numpy().tobytes())
+    return bits.hexdigest()
+
+
+def has_tiles() -> bool:
+    """Whether products are made by tiles here."""
+    return bool(native.LONG.in_dll(native.library(), "has_tiles").value)
 
 
 def unlike(shape: tuple[int, ...]) -> torch.Tensor:
@@ -46,7 +72,7 @@ def rounding_of_x(w: torch.Tensor | Quantized, x: torch.Tensor, W: torch.Tensor)
 
 
 @needs_c
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, "bfloat16"])
 @torch.inference_mode()
 def test_the_error_of_a_product_has_one_bound(layout):
     """Of any width, for few rows and many, which may be views: also where numbers are very small,
@@ -74,6 +100,31 @@ def test_the_error_of_a_product_has_one_bound(layout):
                 assert y.dtype == torch.float32 and y.shape == (T, N)
                 wrong = (y.double() - seen_x[:T] @ W.T).abs() > bound[:T]
                 assert not wrong.any(), (K, N, T, number, wrong.nonzero())
+
+
+@needs_c
+@pytest.mark.slow  # C is compiled for other CPUs
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the instructions are x86's")
+def test_products_by_whole_numbers_have_the_same_bits_on_every_cpu(tmp_path):
+    """With AVX2, with AVX-512, and with AMX, whose instructions .ci/amx.c emulates."""
+    emulator = tmp_path / "amx.so"
+    source = Path(__file__).parent.parent / ".ci" / "amx.c"
+    command = ["gcc", "-O2", "-shared", "-fPIC", "-o", emulator, source, "-lm"]
+    subprocess.run(command, check=True)
+    cpus = {"amx": {"CC": "gcc -mamx-int8 -mamx-bf16", "LD_PRELOAD": str(emulator)}}
+    cpus["avx2"] = {"LLAMA_MARCH": "x86-64-v3"}
+    if "avx512bw" in cpu_features():
+        cpus["avx512"] = {"LLAMA_MARCH": "skylake-avx512"}
+    code = "from cpu.test_products import digest, has_tiles; print(has_tiles(), digest())"
+    for name, environment in cpus.items():
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | environment,
+            cwd=source.parent.parent,
+            capture_output=True,
+            text=True,
+        )
+        assert done.stdout.split() == [str(name == "amx"), digest()], (name, done.stderr)
 
 
 @needs_c

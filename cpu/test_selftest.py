@@ -10,6 +10,7 @@ import torch
 import cpu
 from cpu import CPU, native, selftest
 from cpu.compiled import compile_library, private_folder
+from cpu.test_products import has_tiles
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=f"no C here: {native.why_not()}")
 
@@ -53,6 +54,11 @@ PLANTS = [
     ("{ best = score[i]; picked = at + i; }", "... if (WRONG) picked = 0;", "pick"),
     ("ended[b] = j;", "... if (WRONG) ended[b] = 0;", "verify"),
 ]
+PLANTS_IN_TILES = [
+    ("= eight >> 4 & 0x0F0F0F0F;", "... if (WRONG) to[64] = 0;", "weights: 4"),
+    ("= widen_u16(two) | widen_u16(next) << 16;", "... if (WRONG) *to = 0;", "weights: 8"),
+    ("memcpy(part, x + k, n * sizeof *part);", "{ ... if (WRONG) part[0] = 0; }", "bfloat16"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +66,7 @@ def plant() -> Iterator[Callable[[int], native.Loaded]]:
     """Makes the library that `native` uses wrong by this plant, or right by 0: compiled once, with
     all of them."""
     source = native.source()
-    for n, (line, wrong, _) in enumerate(PLANTS, 1):
+    for n, (line, wrong, _) in enumerate(PLANTS + PLANTS_IN_TILES, 1):
         assert source.count(line) == 1, line
         wrong = wrong.replace("...", line).replace("WRONG", f"planted == {n}")
         source = source.replace(line, wrong)
@@ -75,8 +81,12 @@ def plant() -> Iterator[Callable[[int], native.Loaded]]:
         loaded = native.Loaded(library)
         patch.setattr(native, "load_library", lambda: loaded)
 
+        has_tiles = native.LONG.in_dll(library, "has_tiles")
+        are_there = has_tiles.value
+
         def put(n: int) -> native.Loaded:
             loaded.library = library
+            has_tiles.value = are_there and n not in range(1, len(PLANTS) + 1)
             ctypes.c_int.in_dll(library, "planted").value = n
             return loaded
 
@@ -86,9 +96,18 @@ def plant() -> Iterator[Callable[[int], native.Loaded]]:
 def test_each_wrong_operation_is_told(plant):
     plant(0)
     assert selftest.first_wrong(CPU()) == ""
-    for n, (line, _, operation) in enumerate(PLANTS, 1):
+    plants = PLANTS + PLANTS_IN_TILES * has_tiles()
+    for n, (line, _, operation) in enumerate(plants, 1):
         plant(n)
         assert operation in selftest.first_wrong(CPU()), line
+
+
+def test_the_number_of_threads_is_what_it_was(monkeypatch):
+    """Whatever else ran on the machine during the self-test."""
+    monkeypatch.setattr(selftest, "first_wrong", lambda _: torch.set_num_threads(3) or "")
+    before = torch.get_num_threads()
+    cpu.ops.__wrapped__()
+    assert torch.get_num_threads() == before != 3
 
 
 def test_wrong_c_is_not_used_and_one_line_says_so(plant):

@@ -20,6 +20,8 @@ from measure.clock import read_bandwidth
 
 CPUINFO = Path("/proc/cpuinfo")
 INSTRUCTIONS = {  # a flag of Linux, or a name for LLAMA_MARCH -> our name, the widest first
+    "amx_int8": "amx",
+    "sapphirerapids": "amx",
     "avx512_vnni": "avx512-vnni",
     "avx512f": "avx512",
     "skylake-avx512": "avx512",
