@@ -4,8 +4,9 @@
 //     CC="gcc -mamx-int8 -mamx-bf16" LD_PRELOAD=./amx.so python -m pytest cpu
 //
 // The CPU refuses each of them, the system sends SIGILL, and the handler does what the instruction
-// would have done (Intel's Architecture Instruction Set Extensions, chapter on AMX). The system call
-// that asks for the registers succeeds. Other illegal instructions end the program, as before.
+// would have done (Intel's Architecture Instruction Set Extensions, chapter on AMX). What the CPU
+// refuses of them, as shapes that do not fit, ends the program; other illegal instructions do, too.
+// The system call that asks for the registers succeeds.
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -36,6 +37,22 @@ static float number(uint16_t x) {
     return fpclassify(u.f) == FP_SUBNORMAL ? 0 * u.f : u.f;
 }
 
+// Whether the CPU takes these shapes.
+static int are_valid(const Shapes *s) {
+    int valid = s->palette == 1 && s->start == 0;
+    for (int i = 0; i < 14; i++) valid &= s->unused[i] == 0;
+    for (int c = 0; c < 8; c++)
+        valid &= s->bytes[c] <= 64 && s->rows[c] <= 16 && !s->bytes[c] == !s->rows[c];
+    for (int c = 8; c < 16; c++) valid &= !s->bytes[c] && !s->rows[c];      // there are eight tiles
+    return valid;
+}
+
+// Whether the shapes of these tiles are those of c += a b. (Assemblers refuse a tile named twice.)
+static int fit(int c, int a, int b) {
+    return shapes.rows[c] && shapes.rows[c] == shapes.rows[a] && shapes.bytes[c] % 4 == 0
+        && shapes.bytes[c] == shapes.bytes[b] && shapes.bytes[a] == 4 * shapes.rows[b];
+}
+
 // c += a b: bytes (`is_signed`: a's), or bfloat16, whose even and odd columns are summed apart.
 static void multiply(int c, int a, int b, int is_bytes, int is_signed) {
     for (int m = 0; m < shapes.rows[c]; m++) for (int n = 0; n < shapes.bytes[c] / 4; n++) {
@@ -62,7 +79,9 @@ static int run(const uint8_t *at, const greg_t *registers) {
     int vvvv = ~at[2] >> 3 & 15, length = 5;
     if (mode == 3) {
         if (opcode == 0x49 && prefix == NONE && at[4] == 0xC0) memset(&shapes, 0, sizeof shapes);
-        else if (opcode == 0x49 && prefix == XF2 && rm == 0) memset(&tile[reg], 0, sizeof *tile);
+        else if (opcode == 0x49 && prefix == XF2 && rm == 0 && shapes.rows[reg])
+            memset(&tile[reg], 0, sizeof *tile);
+        else if (vvvv > 7 || !fit(reg, rm, vvvv)) return 0;
         else if (opcode == 0x5E && (prefix == XF2 || prefix == X66))
             multiply(reg, rm, vvvv, 1, prefix == XF2);
         else if (opcode == 0x5C && prefix == XF3) multiply(reg, rm, vvvv, 0, 0);
@@ -85,10 +104,12 @@ static int run(const uint8_t *at, const greg_t *registers) {
     }
     if (opcode == 0x49 && prefix == NONE && reg == 0) {
         memcpy(&shapes, address, sizeof shapes);
+        if (!are_valid(&shapes)) return 0;
         memset(tile, 0, sizeof tile);
         return length;
     }
-    if (opcode != 0x4B || rm != 4 || (prefix != XF2 && prefix != XF3)) return 0;
+    if (opcode != 0x4B || rm != 4 || (prefix != XF2 && prefix != XF3) || !shapes.rows[reg])
+        return 0;
     long stride = index == 4 ? 0 : registers[REGISTERS[index]] << scale;
     if (prefix == XF2) memset(&tile[reg], 0, sizeof *tile);
     for (int m = 0; m < shapes.rows[reg]; m++, address += stride) {
