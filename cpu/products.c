@@ -175,18 +175,16 @@ void product(const float *x, const Weight *w, float *y, long T) {
     long ordered = w->order || w->input_bits == 8;
     long moves = R || whole || ordered || row != K * bytes;
     float *full = N % WIDE ? allocate(T * panels * WIDE * sizeof *full) : y;
-    long moved_rows = !moves ? 0 : R ? parts(T, R) * R : T;
-    char *moved = allocate(moved_rows * row);
-    if (!R) memset(moved, 0, moved_rows * row);                         // what is beyond K
+    char *moved = moves ? allocate((T + R) * row) : 0;                  // the last tile is whole
     Whole *wholes = whole ? malloc(T * stretches * sizeof *wholes) : 0;
     #pragma omp parallel for if (moves && T * K > 1 << 13)
-    for (long t = 0; t < least(T, moved_rows); t++) {
-        char *to = moved + t * row;
+    for (long t = 0; t < (moves ? T : 0); t++) {
+        char *to = R ? moved + t / R * R * row + t % R * 64 : moved + t * row;
         float in_order[ordered ? K : 1];
         const float *from = ordered ? in_order : x + t * K;
         if (ordered) arrange(w, x + t * K, in_order);
-        if (R) row_to_tiles(w, from, wholes + t * stretches,
-                            moved + t / R * R * row + t % R * 64, R * 64);
+        if (!R) memset(to + K * bytes, 0, row - K * bytes);             // what is beyond K
+        if (R) row_to_tiles(w, from, wholes + t * stretches, to, R * 64);
         else if (!whole) memcpy(to, from, K * sizeof *from);
         else for (long k = 0, i = t * stretches; k < K; k += stretch, i++)
             wholes[i] = to_whole(from + k, (int16_t *)to + k, least(K - k, stretch));
@@ -194,7 +192,7 @@ void product(const float *x, const Weight *w, float *y, long T) {
     }
     Rows all = { moves ? moved : (const char *)x, wholes, K, row, bytes, stretches, R };
     long near = parts(T, parts(T, NEAR));                               // nearly as many each time
-    if (R) near = parts(near, R) * R;
+    if (R) near = parts(near, R) * R;                                   // whole tiles
     long began = now(), first = INT64_MAX, last = 0;
     #pragma omp parallel reduction(min:first) reduction(max:last) if (T * N * K > 1 << 16)
     {
