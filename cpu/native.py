@@ -30,8 +30,8 @@ Ctrl-C arrives before or after a call, as KeyboardInterrupt (`call`).
 
 Invariant: results are those of kernels.Ops up to the order of sums. A product's error is at most
 2e-5 of Σ|x||w|; beside INT8 and INT4, x is off by at most 2^-16 of the largest |x| of its stretch,
-too (a little more on ARM). Products by INT8 and INT4 have the same bits on every x86. NaN in FP8
-makes NaN of its row of W.
+too (a little more on ARM). Products by INT8 and INT4 have the same bits on every x86 with AVX2. NaN
+in FP8 makes NaN of its row of W.
 
 Invariant: equal bits. A row of any operation here does not depend, to the bit, on the other rows of
 the step, or on threads: all loops add in one order for a row. So logits are a function of the text

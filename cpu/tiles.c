@@ -10,16 +10,16 @@
 //     INT8, INT4    x = 256 high + low, the whole numbers that blocks.c multiplies: bytes with a
 //                   sign, and without. Their sums are exact, so y has the same bits
 //     bfloat16      x ≈ high + low, the nearest bfloat16 and the one nearest to the rest: off by at
-//                   most 2^-18 |x|. Every product by such a W is made so, of one row too: so the
+//                   most 2^-17 |x|. Every product by such a W is made so, of one row too: so the
 //                   bits of a row do not depend on how many rows a step has
 //
 //     A: [T / R, stretches, blocks, 2, R, 64 bytes]      blocks of a stretch; high and low
 //     B: [panels, blocks, 16, WIDE, 4 bytes]             four bytes: columns that A has there, too
 //
-// What a block has beyond its stretch is 0, in A and in B.
+// What a block has beyond its stretch is 0 in A; so B may have any number there, but NaN.
 
-// MOST_BLOCKS: of a stretch, of bfloat16. FEW_WHOLE: so many rows by whole numbers cost less in
-// blocks.c, by counted instructions.
+// MOST_BLOCKS: of any stretch; bfloat16 has most. FEW_WHOLE: up to so many rows by whole numbers
+// cost less in blocks.c, by counted instructions.
 enum { TILE_ROWS = 16, TILE_BYTES = 1024, MOST_BLOCKS = STRETCH / 32, FEW_WHOLE = 4 };
 long has_tiles;                                     // native.py asks before the first product
 
@@ -41,6 +41,7 @@ static void begin_tiles(long R) {
     for (int c = 0; c < 8; c++) shapes.bytes[c] = 64, shapes.rows[c] = c < 6 ? R : TILE_ROWS;
     __asm__ volatile("ldtilecfg %0" :: "m"(shapes));
 }
+// PyTorch multiplies tiles in the same threads: oneDNN loads its shapes again, whoever was here.
 static void end_tiles(void) { __asm__ volatile("tilerelease"); }
 #define ZERO(c) __asm__ volatile("tilezero %%tmm" #c ::)
 #define LOAD(c, from)                                                                              \
@@ -70,13 +71,13 @@ static long tile_rows(const Weight *w, long T) {
 // Blocks of a stretch of n columns.
 static long blocks_of(const Weight *w, long n) { return parts(n, w->kind == BF16 ? 32 : 64); }
 
-// Of a row of A.
+// Bytes that a row of x has in A.
 static long row_bytes(const Weight *w) {
     long stretch = least(w->group, STRETCH);
     return parts(w->K, stretch) * blocks_of(w, stretch) * 2 * 64;
 }
 
-// Units of a panel as rows of B; what is left of `blocks` is 0.
+// Units of a panel as rows of B; what is left of `blocks` is 0. INT4 is in byte_of's order.
 static void panel_to_tiles(long kind, const char *w, long units, char *to, long blocks) {
     char *end = to + blocks * TILE_BYTES;
     if (kind == I4)
@@ -98,8 +99,8 @@ static void panel_to_tiles(long kind, const char *w, long units, char *to, long 
     memset(to, 0, end - to);
 }
 
-// Of a block of x: its tiles' rows.
-static void split_whole(const int16_t *q, int8_t *restrict high, int8_t *restrict low) {
+// What `high` and `low` have of a block of a row of x.
+static void split_whole(const int16_t *q, int8_t *restrict high, uint8_t *restrict low) {
     for (int c = 0; c < 64; c++) high[c] = q[c] >> 8, low[c] = q[c];
 }
 static void split_bf16(const float *x, uint16_t *restrict high, uint16_t *restrict low) {
@@ -109,7 +110,7 @@ static void split_bf16(const float *x, uint16_t *restrict high, uint16_t *restri
     }
 }
 
-// A row of x, [K], as a row of A: `apart` bytes from high to low, and on to the next block.
+// A row of x, [K], in A: `apart` bytes from high to low, and on to the next block.
 static void row_to_tiles(const Weight *w, const float *x, Whole *whole, char *to, long apart) {
     long stretch = least(w->group, STRETCH);
     for (long k = 0; k < w->K; k += stretch, whole++, to += blocks_of(w, stretch) * 2 * apart) {
@@ -122,7 +123,7 @@ static void row_to_tiles(const Weight *w, const float *x, Whole *whole, char *to
             in_order[c + byte_of(w->kind, i)] = q[c + i];
         for (long i = 0, blocks = blocks_of(w, n); i < blocks; i++) {
             char *high = to + i * 2 * apart, *low = high + apart;
-            if (w->kind != BF16) split_whole(in_order + 64 * i, (int8_t *)high, (int8_t *)low);
+            if (w->kind != BF16) split_whole(in_order + 64 * i, (int8_t *)high, (uint8_t *)low);
             else split_bf16(part + 32 * i, (uint16_t *)high, (uint16_t *)low);
         }
     }
