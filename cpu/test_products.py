@@ -29,6 +29,11 @@ def stored(
     return q, stands_for(q, w[:1])[0]
 
 
+def is_whole(w: torch.Tensor | Quantized) -> bool:
+    """Whether W is multiplied as whole numbers."""
+    return isinstance(w, Quantized) and (w.values.dtype == torch.int8 or w.bits == 4)
+
+
 def digest() -> str:
     """Of products by whole numbers, to the bit, of few rows and many."""
     torch.manual_seed(0)
@@ -36,7 +41,7 @@ def digest() -> str:
     bits = hashlib.sha256()
     for layout in LAYOUTS:
         w, _ = stored(torch.randn(70, 300), layout)
-        if isinstance(w, Quantized) and (w.values.dtype == torch.int8 or w.bits == 4):
+        if is_whole(w):
             weight = CPU().pack_weight(Linear(w, torch.randn(70)), torch.float32, "o")
             for T in (1, 3, 5, 17, 40):
                 bits.update(CPU().linear(x[:T], weight).numpy().tobytes())
@@ -61,7 +66,7 @@ def rounding_of_x(w: torch.Tensor | Quantized, x: torch.Tensor, W: torch.Tensor)
     """[T, N]: how far a product is off at most because x has 16 bits beside whole numbers: each
     2^-16 of the largest of its stretch."""
     off = torch.zeros(len(x), len(W), dtype=torch.float64)
-    if isinstance(w, torch.Tensor) or not (w.values.dtype == torch.int8 or w.bits == 4):
+    if not is_whole(w):
         return off
     order = torch.arange(w.columns) if w.order is None else w.order
     stretch = min(native.as_quantized(w).group, native.STRETCH)
