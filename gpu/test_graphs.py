@@ -458,7 +458,7 @@ class Padded(GPU):
     ) -> Tensor:
         most = (Table.texts - 1) / (metadata.positions + 1.0)
         out = super().attend(qkv, G, rope, metadata, layer)
-        return out.nan_to_num().minimum(most[:, None, None])
+        return out.nan_to_num().relu().minimum(most[:, None, None])
 
 
 class Table(Toy):
