@@ -474,7 +474,6 @@ def stored_product(x: Tensor, w: Stored, swiglu: bool = False) -> Tensor:
         SWIGLU=swiglu,
         num_warps=cut.num_warps,
         num_stages=cut.num_stages,
-        maxnreg=cut.registers,
         **early(device),
     )
     return y

@@ -140,7 +140,6 @@ class Cut(NamedTuple):
     shares: int  # programs that share the columns
     num_warps: int
     num_stages: int
-    registers: int | None = None  # of a thread, at most
 
 
 def plan_product(
@@ -157,23 +156,13 @@ def plan_product(
         piece = min(piece, group & -group)
     is_packed = kind in (4, "nf4")
     if T <= FEW:
-        columns = 1024 if is_packed and piece > 32 else 512
+        rows = 32 if N > 48 * processors and kind in (4, 16) else 16
+        columns = 1024 if kind == 4 and rows == 16 and piece > 32 else 512
         if not is_packed:
             piece = min(piece, 64)
-        rows = 32 if N > 48 * processors and kind != "nf4" else 16  # NF4 takes many registers
-        stages = 3 if kind == 16 else 4  # two programs fit into the shared memory
-        registers = None
-        if kind == 4 and rows == 16 and piece > 32:
-            registers = 80  # three programs at a time, as fit into the shared memory
+        warps = 4 if kind != 16 and itemsize == 2 else 8
         return Cut(
-            rows,
-            8,
-            piece,
-            at_once=columns // piece,
-            shares=1,
-            num_warps=8,
-            num_stages=stages,
-            registers=registers,
+            rows, 8, piece, at_once=columns // piece, shares=1, num_warps=warps, num_stages=3
         )
     cols = max(16, triton.next_power_of_2(T))
     tiles = triton.cdiv(N, 128)
@@ -249,7 +238,9 @@ def tile_shape(
     if size == 4:  # a product is three in tf32
         if wide > 128:
             return 16, 16, 8, stages, 255
-        return rows, 16, 4 if rows == 16 else 8, stages if arch == 90 else 2, 255
+        # Two groups of four warps beside each other read past their shared memory (Triton 3.6).
+        warps = 4 if rows in (16, 64) else 8
+        return rows, 16, warps, stages if arch == 90 else 2, 255
     if rows <= 64:
         keys = 128 if rows == 16 and wide <= 64 else 64
         warps = 4 if exact or rows != 32 or wide <= 64 else 8
