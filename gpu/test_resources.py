@@ -1,6 +1,5 @@
 """What the compiler makes of the kernels that a server launches, for GPUs that are not there."""
 
-import re
 from unittest import mock
 
 import pytest
