@@ -37,7 +37,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu.tuning import PIECE, TILE, begin_early, early
+from gpu.tuning import PIECE, TILE
 from sampling import GOLDEN, MIX1, MIX2, Setting, column
 
 SUPPORTED = {"temperature", "top_k", "top_p", "min_p"}  # settings of `draw_probabilities`
@@ -68,12 +68,10 @@ def _peaks(
     S,
     stride,
     PIECE: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """Piece s of row b -> peaks[b, s]: largest, its first index, Σ exp((x − largest) / t).
     float64[B, S, 3]
     """
-    begin_early(EARLY)
     b, s, i, inside = _piece(V, PIECE)
     x = tl.load(logits + b * stride + i, inside, float("-inf"))
     x = x.to(tl.float64)
@@ -103,12 +101,10 @@ def _weigh(
     PIECES: tl.constexpr,
     PIECE: tl.constexpr,
     FILTER: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """Piece s of row b -> its probabilities: out[b]; its likely ones: counts[b, s]; the row's
     largest: tops[b].
     """
-    begin_early(EARLY)
     b, s, i, inside = _piece(V, PIECE)
     piece = tl.arange(0, PIECES)  # all pieces of the row
     exists = piece < S
@@ -149,12 +145,10 @@ def _gather(
     S,
     PIECES: tl.constexpr,
     PIECE: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """Copy the likely candidates of piece s of row b to likely[b], behind those of the pieces
     before it.
     """
-    begin_early(EARLY)
     b, s, i, inside = _piece(V, PIECE)
     piece = tl.arange(0, PIECES)
     p = tl.load(probs + b * V + i, inside, -1.0)
@@ -232,13 +226,11 @@ def _edge(
     S,
     PIECES: tl.constexpr,
     TILE: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """Row b -> edges[b]: the smallest kept probability, how many equal ones are kept (V: all),
     min-p's threshold, the sum of all kept ones. float64[B, 4]. The likely candidates lie `aside`
     numbers behind probs.
     """
-    begin_early(EARLY)
     b = tl.program_id(0).to(tl.int64)
     piece = tl.arange(0, PIECES)
     likely_counts = tl.load(counts + b * S + piece, piece < S, 0)
@@ -283,9 +275,8 @@ def _edge(
 
 
 @triton.jit
-def _cut(probs, edges, out, V, PIECE: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr):
+def _cut(probs, edges, out, V, PIECE: tl.constexpr, TILE: tl.constexpr):
     """Piece s of row b: out = p / (the kept sum) where p is kept, else 0."""
-    begin_early(EARLY)
     b, s, i, inside = _piece(V, PIECE)
     row = probs + b * V
     edge = edges + b * 4
@@ -337,7 +328,6 @@ def draw_probabilities(
         S,
         stride,
         PIECE,
-        **early(device),
     )
     filters = top_k is not None or top_p is not None or min_p is not None
     probs = out
@@ -360,7 +350,6 @@ def draw_probabilities(
         pieces,
         PIECE,
         filters,
-        **early(device),
     )
     if not filters:
         return out
@@ -377,7 +366,6 @@ def draw_probabilities(
         S,
         pieces,
         PIECE,
-        **early(device),
     )
     _edge[B,](
         probs,
@@ -392,9 +380,8 @@ def draw_probabilities(
         S,
         pieces,
         TILE,
-        **early(device),
     )
-    _cut[B, S](probs, edges, out, V, PIECE, TILE, **early(device))
+    _cut[B, S](probs, edges, out, V, PIECE, TILE)
     return out
 
 
@@ -422,12 +409,10 @@ def _race(
     S,
     stride,
     PIECE: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """Piece s of row b -> best[b, s] = (its largest p_i / E_i, the first index of it): float64[B,
     S, 2].
     """
-    begin_early(EARLY)
     b, s, i, inside = _piece(V, PIECE)
     p = tl.load(probs + b * stride + i, inside, -1.0)
     p = p.to(tl.float64)
@@ -445,9 +430,8 @@ def _race(
 
 
 @triton.jit
-def _winner(best, out, V, S, PIECES: tl.constexpr, EARLY: tl.constexpr):
+def _winner(best, out, V, S, PIECES: tl.constexpr):
     """Row b -> out[b]: the index of the largest p_i / E_i of all pieces; −1 if p is NaN."""
-    begin_early(EARLY)
     b = tl.program_id(0).to(tl.int64)
     piece = tl.arange(0, PIECES)
     exists = piece < S
@@ -480,7 +464,6 @@ def draw_token(probs: Tensor, streams: Tensor) -> Tensor:
             S,
             probs.stride(0),
             PIECE,
-            **early(probs.device),
         )
-        _winner[B,](best, out, V, S, triton.next_power_of_2(S), **early(probs.device))
+        _winner[B,](best, out, V, S, triton.next_power_of_2(S))
     return out

@@ -215,12 +215,10 @@ def _attend(
     M: tl.constexpr,
     N: tl.constexpr,
     SPLIT: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """A program for (sequence and key/value head, M rows, a split), of sequences with `fewest` to
     `most` queries.
     """
-    tuning.begin_early(EARLY)
     b = tl.program_id(0) // G
     g = tl.program_id(0) % G
     first = tl.load(cu_seqlens + b)
@@ -405,6 +403,5 @@ def flash_attention(
             num_warps=warps,
             num_stages=stages,
             maxnreg=registers,
-            **tuning.early(device),
         )
     return out

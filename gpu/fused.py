@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.store import TINY, _round, _round_up
-from gpu.tuning import BLOCK, begin_early, early, warps_of_row
+from gpu.tuning import BLOCK, warps_of_row
 from quant import LARGEST, Kind
 
 MOST = tl.constexpr(LARGEST)
@@ -36,10 +36,8 @@ def _add_norm(
     C,
     eps,
     SIZE: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """A program has a row."""
-    begin_early(EARLY)
     c = tl.arange(0, SIZE)
     inside = c < C
     row = tl.program_id(0).to(tl.int64) * C
@@ -57,9 +55,8 @@ def _add_norm(
 
 
 @triton.jit
-def _swiglu(x, y, F, SIZE: tl.constexpr, EARLY: tl.constexpr):
+def _swiglu(x, y, F, SIZE: tl.constexpr):
     """A program has SIZE numbers of a token."""
-    begin_early(EARLY)
     t = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     inside = f < F
@@ -106,10 +103,8 @@ def _round_rows(
     K,
     KIND: tl.constexpr,
     SIZE: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """A program has a row of x: its numbers on its grid, and the grid's scale."""
-    begin_early(EARLY)
     t = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, SIZE)
     index = t * K + k
@@ -131,10 +126,8 @@ def _rescale(
     y,
     N,
     SIZE: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """y = sums · the scales of x and W + bias. A program has a row and SIZE columns."""
-    begin_early(EARLY)
     t = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     inside = n < N
@@ -172,7 +165,6 @@ def fused_norm(
             eps,
             size,
             num_warps=warps_of_row(size),
-            **early(x.device),
         )
     return total, y
 
@@ -184,7 +176,7 @@ def fused_swiglu(x: Tensor) -> Tensor:
     x = x.contiguous()
     y = torch.empty(T, F, device=x.device, dtype=x.dtype)
     if T:
-        _swiglu[T, triton.cdiv(F, BLOCK)](x, y, F, BLOCK, **early(x.device))
+        _swiglu[T, triton.cdiv(F, BLOCK)](x, y, F, BLOCK)
     return y
 
 
@@ -195,7 +187,7 @@ def round_inputs(x: Tensor, bits: Kind, dtype: torch.dtype) -> tuple[Tensor, Ten
     out = torch.empty(T, K, dtype=dtype, device=x.device)
     scale = torch.empty(T, 1, dtype=torch.float32, device=x.device)
     size = triton.next_power_of_2(K)
-    _round_rows[T,](x, out, scale, K, bits, size, num_warps=warps_of_row(size), **early(x.device))
+    _round_rows[T,](x, out, scale, K, bits, size, num_warps=warps_of_row(size))
     return out, scale
 
 
@@ -206,5 +198,5 @@ def rescale(
     T, N = sums.shape
     y = torch.empty(T, N, dtype=dtype, device=sums.device)
     grid = T, triton.cdiv(N, BLOCK)
-    _rescale[grid](sums, x_scale, w_scale, bias, y, N, BLOCK, **early(sums.device))
+    _rescale[grid](sums, x_scale, w_scale, bias, y, N, BLOCK)
     return y

@@ -51,7 +51,7 @@ from torch import Tensor
 
 import gpu.fused as fused
 import gpu.tuning as tuning
-from gpu.tuning import BLOCK, INTERPRETED, begin_early, early
+from gpu.tuning import BLOCK, INTERPRETED
 from kernels import Linear
 from quant import Kind, nf4
 
@@ -246,7 +246,6 @@ def _product(
     EVEN: tl.constexpr,
     OFFSET: tl.constexpr,
     SWIGLU: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """ROWS rows of W, a share of the columns, B pieces at a time.
 
@@ -254,7 +253,6 @@ def _product(
     that share a scale; 0: all of a row. x_scale: of rows of x that were rounded before. table:
     NF4's numbers. parts: the sums of each share. arrivals: see `arrivals_on`.
     """
-    begin_early(EARLY)
     row = _rows_of(N, ROWS, SWIGLU)
     t = tl.arange(0, COLS)
     exists = (t < T)[None, :]  # beyond the last token nothing is read
@@ -352,10 +350,8 @@ def _dequantize(
     GROUP,
     KIND: tl.constexpr,
     SIZE: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """quant.dequantize, with columns as they are stored. A program has SIZE of them, of a row."""
-    begin_early(EARLY)
     n = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     inside = k < K
@@ -474,8 +470,6 @@ def stored_product(x: Tensor, w: Stored, swiglu: bool = False) -> Tensor:
         SWIGLU=swiglu,
         num_warps=cut.num_warps,
         num_stages=cut.num_stages,
-        maxnreg=cut.registers,
-        **early(device),
     )
     return y
 
@@ -498,7 +492,6 @@ def dequantized(w: Stored, dtype: torch.dtype) -> Tensor:
         w.group or K,
         w.kind,
         BLOCK,
-        **early(device),
     )
     return out
 

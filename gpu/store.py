@@ -23,7 +23,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-import gpu.tuning as tuning
 from gpu.flash import LayerStore
 from gpu.unpack import GROUP, PARTS
 from quant import LARGEST, LARGEST_ZERO, SMALLEST_SCALE
@@ -175,12 +174,10 @@ def _store(
     WIDE: tl.constexpr,
     K_BITS: tl.constexpr,
     V_BITS: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """A program for (token, key/value head): it stores key and value, and with cos and sin
     rotates the head's R queries. norm: [2 D], of q, then of k, or None.
     """
-    tuning.begin_early(EARLY)
     t = tl.program_id(0).to(tl.int64)
     g = tl.program_id(1)
     pair = tl.arange(0, WIDE // 2)[:, None]
@@ -285,6 +282,5 @@ def store_vectors(
         keys.bits,
         values.bits,
         num_warps=1,
-        **tuning.early(k.device),
     )
     return turned

@@ -106,13 +106,6 @@ def test_kernels_spill_nothing_and_copy_ahead():
     assert len(names) == 14
 
 
-def waits_first(report: Report) -> bool:
-    """Whether the kernel waits for the one before it, and only then touches memory."""
-    wait = report.ptx.find("griddepcontrol.wait")
-    touched = re.search(r"(ld|st|atom|cp\.async)[.\w]*\.global", report.ptx)
-    return 0 <= wait < touched.start()
-
-
 def assert_fits(report: Report, case: str) -> None:
     what = case, *report[:6]
     in_float32 = "float32" in case
@@ -121,8 +114,6 @@ def assert_fits(report: Report, case: str) -> None:
         most_spills = 1023
     assert report.spills <= most_spills and report.shared <= SHARED[report.arch], what
     assert not report.shallow, what
-    if "EARLY" in report.constants:
-        assert waits_first(report) == (report.arch == 90), what
     wgmma = report.count("wgmma.mma")
     mma = report.count("mma.sync")
     if report.kernel == "_attend":

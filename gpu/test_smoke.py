@@ -63,7 +63,6 @@ def test_recorded_steps_are_those_of_plain_torch():
 ATTENTION = {"_store", "_attend"}
 SAMPLING = {"_peaks", "_weigh", "_gather", "_edge", "_cut", "_race", "_winner"}
 KERNELS = {  # that are launched no more
-    "early": set(),
     "graphs": set(),
     "splits": set(),
     "products": {"_product", "_product with SwiGLU"},
@@ -98,7 +97,6 @@ def test_results_stay_where_a_part_is_turned_off(part, monkeypatch):
     assert (max(grids) > (1,)) == (part not in ("splits", "attention"))
     assert (tuning.plan_product(9, 128, 1024, 8, 0).shares > 1) == (part != "splits")
     monkeypatch.setattr(tuning, "INTERPRETED", False)
-    assert tuning.early(torch.device("meta"))["EARLY"] == (part != "early")
     wanted, wanted_tokens = texts(Ops())
     torch.testing.assert_close(logits, wanted, atol=1e-4 * wanted.abs().max().item(), rtol=1e-3)
     assert tokens.tolist() == wanted_tokens.tolist()
@@ -106,8 +104,8 @@ def test_results_stay_where_a_part_is_turned_off(part, monkeypatch):
 
 @pytest.mark.gpu_interpreter
 def test_several_parts_and_a_name_that_is_none(monkeypatch):
-    monkeypatch.setenv("LLAMA_GPU_OFF", "graphs, early")
-    assert [part for part in tuning.SWITCHES if not tuning.is_on(part)] == ["early", "graphs"]
+    monkeypatch.setenv("LLAMA_GPU_OFF", "graphs, splits")
+    assert [part for part in tuning.SWITCHES if not tuning.is_on(part)] == ["graphs", "splits"]
     monkeypatch.setenv("LLAMA_GPU_OFF", "graph")
     with pytest.raises(UserError, match="'graph' is no part of gpu/ that LLAMA_GPU_OFF turns off"):
         GPU()

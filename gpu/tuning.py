@@ -1,8 +1,9 @@
 """Every number that was guessed: tiles, stages, warps, splits, and what each is guessed from.
 
-No kernel has run on a GPU yet. The numbers follow from an H200's data sheet (132 multiprocessors of
-65,536 registers and 227 KB of shared memory, 4.8 TB/s) and from what the compiler says of the
-kernels (gpu/test_resources.py). `python bench.py --gpu first` shows which of them are wrong.
+Products of few rows were measured on an H100: the best of 40 cuts of each kind. The other numbers
+follow from an H200's data sheet (132 multiprocessors of 65,536 registers and 227 KB of shared
+memory, 4.8 TB/s) and from what the compiler says of the kernels (gpu/test_resources.py). `python
+bench.py --gpu first` shows which of them are wrong.
 
     number               guessed from
     FEW, ROWS            rows of x: up to FEW, reading W is all that counts; beyond ROWS, a product
@@ -19,9 +20,8 @@ kernels (gpu/test_resources.py). `python bench.py --gpu first` shows which of th
     plan_product         below
     tile_shape           below
 
-What is wrong on a GPU is found by turning parts off: LLAMA_GPU_OFF=early,graphs …
+What is wrong on a GPU is found by turning parts off: LLAMA_GPU_OFF=graphs,splits …
 
-    early        no kernel starts before the one before it has ended
     graphs       nothing is recorded: Python launches every kernel
     splits       keys and columns are not shared among programs, so that nothing is counted
     products     a kernel dequantizes W, and torch multiplies
@@ -31,21 +31,21 @@ What is wrong on a GPU is found by turning parts off: LLAMA_GPU_OFF=early,graphs
 
 Without attention or sampling nothing is recorded, either: plain torch asks the host.
 
-A kernel that begins by `begin_early` may start while the one before it ends (programmatic dependent
-launch, from sm_90 on): its programs take their places, and wait there until the results of the
-kernel before are written. That hides a launch's microsecond.
+Kernels do not start before the one before them has ended. Where they did (programmatic dependent
+launch: in any order of its two instructions, and with weights fetched meanwhile), an H100 made 3 to
+11 % fewer tokens a second: programs that come while others end are spread over fewer
+multiprocessors.
 """
 
 import os
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from triton import knobs
-from triton.language.extra import cuda
 
 from errors import check_names
 from quant import Kind
@@ -67,7 +67,7 @@ LEAST_DEPTH = 32
 
 # ---- What is turned off --------------------------------------------------------------------------
 
-SWITCHES = ("early", "graphs", "splits", "products", "attention", "sampling", "fused")
+SWITCHES = ("graphs", "splits", "products", "attention", "sampling", "fused")
 
 
 def is_on(part: str) -> bool:
@@ -103,25 +103,6 @@ def capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
-def early(device: torch.device) -> dict[str, Any]:
-    """The options of a launch that may start early: kernel[grid](…, **early(device))."""
-    if INTERPRETED or capability(device) < 90 or not is_on("early"):
-        return {"EARLY": False}
-    return {"EARLY": True, "launch_pdl": True}
-
-
-@triton.jit
-def begin_early(EARLY: tl.constexpr):
-    """Let the next kernel take its places, and wait for the results of the one before.
-
-    Every program calls this first, also one that returns at once: so the end of a kernel means that
-    all kernels before it have ended, too.
-    """
-    if EARLY:
-        cuda.gdc_launch_dependents()
-        cuda.gdc_wait()
-
-
 def warps_of_row(size: int) -> int:
     """For a program that holds so many numbers."""
     return max(1, min(16, size // 512))
@@ -140,7 +121,6 @@ class Cut(NamedTuple):
     shares: int  # programs that share the columns
     num_warps: int
     num_stages: int
-    registers: int | None = None  # of a thread, at most
 
 
 def plan_product(
@@ -148,32 +128,22 @@ def plan_product(
 ) -> Cut:
     """The cut for this product. group: columns that share a scale, 0 for all; itemsize: of x.
 
-    Up to FEW rows of x: 8 to 32 KB of W in flight a stage, and 32 rows of W where they leave at
-    least 1.5 programs a multiprocessor. More rows: shares of the columns, for up to two programs a
-    multiprocessor.
+    Up to FEW rows of x: many small programs, of four warps, hide the time until the first bytes
+    come; so did the best cuts on an H100. More rows: shares of the columns, for up to two programs
+    a multiprocessor.
     """
     piece = 128 if itemsize == 2 else 32  # more would spill in float32
     if group:
         piece = min(piece, group & -group)
     is_packed = kind in (4, "nf4")
     if T <= FEW:
-        columns = 1024 if is_packed and piece > 32 else 512
+        rows = 32 if N > 48 * processors and kind in (4, 16) else 16
+        columns = 1024 if kind == 4 and rows == 16 and piece > 32 else 512
         if not is_packed:
             piece = min(piece, 64)
-        rows = 32 if N > 48 * processors and kind != "nf4" else 16  # NF4 takes many registers
-        stages = 3 if kind == 16 else 4  # two programs fit into the shared memory
-        registers = None
-        if kind == 4 and rows == 16 and piece > 32:
-            registers = 80  # three programs at a time, as fit into the shared memory
+        warps = 4 if kind != 16 and itemsize == 2 else 8
         return Cut(
-            rows,
-            8,
-            piece,
-            at_once=columns // piece,
-            shares=1,
-            num_warps=8,
-            num_stages=stages,
-            registers=registers,
+            rows, 8, piece, at_once=columns // piece, shares=1, num_warps=warps, num_stages=3
         )
     cols = max(16, triton.next_power_of_2(T))
     tiles = triton.cdiv(N, 128)
@@ -249,7 +219,9 @@ def tile_shape(
     if size == 4:  # a product is three in tf32
         if wide > 128:
             return 16, 16, 8, stages, 255
-        return rows, 16, 4 if rows == 16 else 8, stages if arch == 90 else 2, 255
+        # Two groups of four warps beside each other read past their shared memory (Triton 3.6).
+        warps = 4 if rows in (16, 64) else 8
+        return rows, 16, warps, stages if arch == 90 else 2, 255
     if rows <= 64:
         keys = 128 if rows == 16 and wide <= 64 else 64
         warps = 4 if exact or rows != 32 or wide <= 64 else 8

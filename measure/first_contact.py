@@ -65,7 +65,6 @@ STEPS = (
     Stage("kernels", 60, "for many texts, a large share of the bandwidth in all widths"),
     Stage("peers", 90, "above 1"),
     Stage("profile", 45, "which kernels to look at"),
-    Stage("profile", 45, "what early launches gain", "early"),
     Stage("speculation", 80, "above 1 where drafts are accepted, and auto not far below the best"),
     Stage("serving", 90, "many times the tokens/s of one stream"),
 )

@@ -96,7 +96,7 @@ NUM_TOKENS = 32  # of a text
 
 
 def recording_row(scale: Scale, bandwidth: float, number: int) -> Row:
-    """Products of cuBLAS and norms of ours, which start early, in turns: launched, and replayed
+    """Products of cuBLAS and norms of ours, in turns: launched, and replayed
     over another input. The recording is dropped at the end."""
     torch.cuda.empty_cache()
     size = SHAPES[scale.layer].hidden_size
