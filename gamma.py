@@ -10,7 +10,7 @@ plain passes, and the target's pass over γ + 1 tokens costs w of them, then
 over the time of a plain one, by these rules:
 
   - Real rounds are measured: PLAIN plain ones, then a few with TRIAL drafts, and then every round.
-    Steps that read a prompt are not measured.
+    Steps that read a prompt are not measured, nor those that record a CUDA graph.
   - A time is the lower quartile of at least MEASURED rounds (the shortest of 2 or 3). So neither a
     first round, which warms up, nor an interruption sways it.
   - A γ that was not measured lies on the line through the measured ones, as far as twice the

@@ -50,7 +50,8 @@ if TYPE_CHECKING:
 
 BACKENDS = {"cpu": ("cpu",), "cuda": ("gpu", "flash")}  # the fastest first
 DEQUANTIZED_TILE = 1 << 21  # weights that `linear` dequantizes at a time
-# All CUDA graphs (gpu/graphs.py adds them), for app/launch.py to drop before the program ends.
+# All CUDA graphs: gpu/graphs.py adds them, runner.py counts them, and app/launch.py drops them
+# before the program ends.
 live_graphs: WeakSet[Any] = WeakSet()
 
 

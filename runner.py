@@ -33,7 +33,7 @@ from torch import Tensor
 from drafters import Drafter, Observed, chain_in_cache, fastest_draft
 from gamma import AutoGamma
 from grammar import Grammars, GrammarState
-from kernels import send
+from kernels import live_graphs, send
 from kvcache import Cache, CacheFull
 from model import Features, Llama
 from request import Request, RoundStats, Speculation
@@ -209,6 +209,7 @@ class ModelRunner:
     def _step(self, scheduled: Sequence[ScheduledRequest]) -> dict[Request, list[int]]:
         rounds = [item for item in scheduled if item.samples]
         is_typical = self._is_typical(scheduled)
+        num_graphs = len(live_graphs)
         start = time.perf_counter()
         self.drafter.prepare(scheduled)
         features = None
@@ -222,6 +223,8 @@ class ModelRunner:
             self._observe(scheduled, round_tokens, features)
         if self.has_drafter and rounds:
             seconds = time.perf_counter() - start  # `_run` has waited for the device
+            if len(live_graphs) > num_graphs:  # this step recorded what later ones replay
+                is_typical = False
             self._choose_gamma(rounds, round_tokens, seconds, is_typical)
         new_tokens = {}
         for item, new, records in zip(rounds, round_tokens, logprobs):
@@ -239,7 +242,8 @@ class ModelRunner:
         is_typical: bool,
     ) -> None:
         """Choose γ of the next step, from what this one took and made."""
-        (seconds,) = self.target.group.agree([seconds])  # all processes must choose the same
+        # All processes must choose the same.
+        seconds, is_typical = self.target.group.agree([seconds, is_typical])
         if is_typical:
             num_drafts = [item.num_drafts for item in rounds]
             num_accepted = [len(new) - 1 for new in round_tokens]

@@ -15,7 +15,7 @@ from drafters import ModelDrafter, NgramDrafter, SelfDrafter
 from errors import UserError
 from gamma import MEASURED, PLAIN, TRIAL
 from generate import Engine, Model, load_draft
-from kernels import Ops
+from kernels import Ops, live_graphs
 from kvcache import CacheFull, KVCache, KVSpec
 from paged import PagedCache
 from parallel import Group
@@ -619,6 +619,39 @@ def test_gamma_follows_how_the_drafts_fare(is_good):
         assert max(num_drafts) == 16
     else:
         assert sum(num_drafts[80:]) <= 4
+
+
+class Recorded(Scripted):
+    """A model as on a GPU: the first pass of each size is recorded, and takes much longer."""
+
+    def __init__(self, script: Sequence[int], clock: list[float], seconds: float):
+        super().__init__(script)
+        self.clock = clock
+        self.seconds = seconds
+        self.graphs: set[Group] = set()  # anything that lives stands for a graph
+
+    def __call__(self, tokens: Tensor, *others, **options) -> Tensor:
+        self.clock[0] += self.seconds
+        if len(tokens) not in sizes(self):
+            self.clock[0] += 20.0
+            self.graphs.add(Group())
+            live_graphs.update(self.graphs)
+        return super().__call__(tokens, *others, **options)
+
+
+def test_rounds_that_record_do_not_make_drafts_look_slow(monkeypatch):
+    """Here both rounds of the trial record: the target's pass, then the draft's two tokens."""
+    clock = [0.0]
+    monkeypatch.setattr(runner_page.time, "perf_counter", lambda: clock[0])
+    script = [1] * 200
+    runner = scripted_runner(script, script)
+    runner.target = Recorded(script, clock, 1.0)
+    runner.drafter.model = Recorded(script, clock, 0.05)
+    request = Request([1, 1], Settings(1.0, seed=3, max_tokens=180))
+    play(runner, [request])
+    assert max(stats.num_drafts for stats in request.rounds) > 2 * TRIAL
+    for (_, num_drafts), times in runner.auto_gamma.seconds.items():
+        assert list(times) == pytest.approx([1 + 0.05 * num_drafts] * len(times))
 
 
 def test_a_round_is_timed_until_the_device_was_waited_for(monkeypatch):
