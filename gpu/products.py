@@ -48,15 +48,16 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 
 import gpu.fused as fused
 import gpu.tuning as tuning
-from gpu.tuning import BLOCK, INTERPRETED
+from gpu.tuning import BLOCK
 from kernels import Linear
 from quant import Kind, nf4
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-GPU = tl.constexpr(not INTERPRETED)  # the interpreter has no bfloat16
+GPU = tl.constexpr(not knobs.runtime.interpret)  # the interpreter has no bfloat16
 
 # A register has bytes b0 b1 b2 b3. prmt puts two of them into the halves of another register;
 # lop3 0xEA is (a & b) | c. Both pieces of assembly take four bytes, $4, and give the numbers of

@@ -96,7 +96,6 @@ def test_results_stay_where_a_part_is_turned_off(part, monkeypatch):
     assert bool(recordings) == (part not in ("graphs", "attention", "sampling"))
     assert (max(grids) > (1,)) == (part not in ("splits", "attention"))
     assert (tuning.plan_product(9, 128, 1024, 8, 0).shares > 1) == (part != "splits")
-    monkeypatch.setattr(tuning, "INTERPRETED", False)
     wanted, wanted_tokens = texts(Ops())
     torch.testing.assert_close(logits, wanted, atol=1e-4 * wanted.abs().max().item(), rtol=1e-3)
     assert tokens.tolist() == wanted_tokens.tolist()

@@ -1,9 +1,10 @@
 """Every number that was guessed: tiles, stages, warps, splits, and what each is guessed from.
 
-Products of few rows were measured on an H100: the best of 40 cuts of each kind. The other numbers
-follow from an H200's data sheet (132 multiprocessors of 65,536 registers and 227 KB of shared
-memory, 4.8 TB/s) and from what the compiler says of the kernels (gpu/test_resources.py). `python
-bench.py --gpu first` shows which of them are wrong.
+How products of few rows in 8 and 4 bits are cut was measured on an H100: of up to 40 cuts for each
+of five shapes, one that is near the best for all of them. The other numbers follow from an H200's
+data sheet (132 multiprocessors of 65,536 registers and 227 KB of shared memory, 4.8 TB/s) and from
+what the compiler says of the kernels (gpu/test_resources.py). `python bench.py --gpu first` shows
+which of them are wrong.
 
     number               guessed from
     FEW, ROWS            rows of x: up to FEW, reading W is all that counts; beyond ROWS, a product
@@ -33,7 +34,7 @@ Without attention or sampling nothing is recorded, either: plain torch asks the 
 
 Kernels do not start before the one before them has ended. Where they did (programmatic dependent
 launch: in any order of its two instructions, and with weights fetched meanwhile), an H100 made 3 to
-11 % fewer tokens a second: programs that come while others end are spread over fewer
+11 % fewer tokens a second. Perhaps programs that come while others end are spread over fewer
 multiprocessors.
 """
 
@@ -45,12 +46,10 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton import knobs
 
 from errors import check_names
 from quant import Kind
 
-INTERPRETED = knobs.runtime.interpret
 FEW = 8
 ROWS = 64
 MOST_TILES = 1 << 13
@@ -129,8 +128,8 @@ def plan_product(
     """The cut for this product. group: columns that share a scale, 0 for all; itemsize: of x.
 
     Up to FEW rows of x: many small programs, of four warps, hide the time until the first bytes
-    come; so did the best cuts on an H100. More rows: shares of the columns, for up to two programs
-    a multiprocessor.
+    come. In 16 bits, whose programs read longer, eight warps do. More rows: shares of the columns,
+    for up to two programs a multiprocessor.
     """
     piece = 128 if itemsize == 2 else 32  # more would spill in float32
     if group:
@@ -219,7 +218,7 @@ def tile_shape(
     if size == 4:  # a product is three in tf32
         if wide > 128:
             return 16, 16, 8, stages, 255
-        # Two groups of four warps beside each other read past their shared memory (Triton 3.6).
+        # 64 rows are for four warps: an H100 saw four more read past their shared memory.
         warps = 4 if rows in (16, 64) else 8
         return rows, 16, warps, stages if arch == 90 else 2, 255
     if rows <= 64:

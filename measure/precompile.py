@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.shell import say
 from measure import smoke
-from measure.gpu_cases import CASES, OFF, Key, guarded_row
+from measure.gpu_cases import CASES, Key, guarded_row
 from measure.gpu_parts import SHAPES, WRONG, Scale
 
 META = Scale(  # the variants of a full run do not depend on these counts
@@ -50,12 +50,12 @@ OPS = torch.ops.aten
 has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 
 
-Task = tuple[str, str, list[Key]]  # a case, what is turned off, and rows of one kind
+Task = tuple[str, list[Key]]  # a case, and rows of one kind
 Done = tuple[int, int, list[str]]  # kernels compiled, kernels cached, rows that were not reached
 
 
-def compile_kernels(cases: list[tuple[str, str]], seconds: float | None) -> list[str]:
-    """cases: names, and what is turned off -> the names of rows that could not be reached."""
+def compile_kernels(cases: list[str], seconds: float | None) -> list[str]:
+    """Cases -> the names of rows that could not be reached."""
     if not compiles():
         say("nothing is compiled: Triton is not installed, or interprets kernels")
         return []
@@ -69,11 +69,11 @@ def compile_kernels(cases: list[tuple[str, str]], seconds: float | None) -> list
     return sum(wrong, [])
 
 
-def tasks(cases: list[tuple[str, str]]) -> list[Task]:
+def tasks(cases: list[str]) -> list[Task]:
     found = []
-    for case, off in cases:
+    for case in cases:
         for _, keys in groupby(CASES[case].keys(META), lambda key: key[:3]):
-            found.append((case, off, list(keys)))
+            found.append((case, list(keys)))
     return found
 
 
@@ -91,7 +91,7 @@ def compile_rows(task: Task) -> Done:
     """In a process of its own: it has another driver afterwards."""
     from triton import knobs
 
-    case, os.environ[OFF], keys = task
+    case, keys = task
     torch.set_num_threads(1)
     hits = []
     knobs.compilation.listener = lambda *, cache_hit, **about: hits.append(cache_hit)

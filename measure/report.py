@@ -198,8 +198,8 @@ def rows_of(results: Results, name: str) -> list[Results]:
 
 
 def sections(results: Results, names: Sequence[str] = ()) -> list[Section]:
-    """Sections in reading order: those of these names; or all, and the GPU cases. "brief" has rows
-    of "peers"."""
+    """Sections in reading order, and the GPU cases: those of these names, or all. "brief" has
+    rows of "peers"."""
     found = []
     if "brief" in names:
         found.append(IN_BRIEF.section(in_brief(rows_of(results, "peers"))))
@@ -207,8 +207,8 @@ def sections(results: Results, names: Sequence[str] = ()) -> list[Section]:
         rows = rows_of(results, name)
         if rows and name in (names or TABLES):
             found.append(table.section(rows))
-    if not names:
-        for case in results.get("gpu", {}).values():
+    for name, case in results.get("gpu", {}).items():
+        if name in (names or results["gpu"]):
             found.append(Section(case["title"], case["headers"], case["rows"]))
     return found
 

@@ -96,8 +96,8 @@ NUM_TOKENS = 32  # of a text
 
 
 def recording_row(scale: Scale, bandwidth: float, number: int) -> Row:
-    """Products of cuBLAS and norms of ours, in turns: launched, and replayed
-    over another input. The recording is dropped at the end."""
+    """Products of cuBLAS and norms of ours, in turns: launched, and replayed over another input.
+    The recording is dropped at the end."""
     torch.cuda.empty_cache()
     size = SHAPES[scale.layer].hidden_size
     x = random_numbers(scale, size, size)

@@ -101,14 +101,14 @@ from measure.gpu_cases import CASES
 def parallel(tasks):
     with get_context("fork").Pool(2) as pool:
         return pool.map(precompile.compile_rows, tasks, chunksize=1)
-one = ("recordings", "", [(0,)])
+one = ("recordings", [(0,)])
 found = parallel([one]) + parallel([one])
 from triton import knobs
 knobs.runtime.jit_cache_hook = lambda **about: True  # nothing is compiled from here on
-cases = [(step.case, step.off) for step in STEPS if step.case not in WITHOUT_KERNELS]
+cases = [step.case for step in STEPS if step.case not in WITHOUT_KERNELS]
 tasks = precompile.tasks(cases)
-found += parallel([(case, off, keys[-1:]) for case, off, keys in tasks])
-print(json.dumps([found, {case for case, *_ in tasks} == {case for case, _ in cases}]))
+found += parallel([(case, keys[-1:]) for case, keys in tasks])
+print(json.dumps([found, {case for case, _ in tasks} == {*cases}]))
 """
 
 

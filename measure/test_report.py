@@ -88,6 +88,7 @@ def test_sections_are_in_reading_order_and_those_that_are_named():
     results = RESULTS | {"gpu": {"decode": {"title": "d", "headers": ["a"], "rows": [["1"]]}}}
     titles = [section.title.split()[0] for section in report.sections(results)]
     assert titles == ["Everything", "Drafts,", "Perplexity", "Against", "d"]
+    assert [section.title for section in report.sections(results, ["decode"])] == ["d"]
     (table,) = report.sections(results, ["stack"])
     columns = dict(zip(table.headers, zip(*table.rows)))
     assert columns["times the row before"] == ("", "8x", "0.5x", "10x")
