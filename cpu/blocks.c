@@ -48,14 +48,9 @@ enum { LANES = 4 };
 #define PANELS(T) ((T) > 1 ? 1 : 2)
 #else
 enum { LANES = 8 };
-#define PANELS(T) ((T) > 3 ? 1 : (T) > 1 ? 2 : 4)
+#define PANELS(T) ((T) > 2 ? 1 : (T) > 1 ? 2 : 4)
 #endif
 enum { VECS = WIDE / LANES };                       // of a panel
-#ifdef __AVX512VNNI__
-enum { VNNI = 1 };
-#else
-enum { VNNI = 0 };
-#endif
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef float eight __attribute__((vector_size(32)));
 typedef float four __attribute__((vector_size(16)));
@@ -264,8 +259,8 @@ enum { SCALE_BF16, SCALE_F32, SCALE_F16 };          // what a scale is stored in
 // which W is made into i16 or f32 first (`unfold`).
 #define EVERY(_)                                                                                   \
 _(f32, real, 1, 4, 1 << 30) _(bf16, real, 2, 4, LANES == 16 ? 32 : LANES == 8 ? 8 : 5)             \
-_(i8, whole, 1, COLUMNS_whole, QUADS ? 1 << 30 : 24)                                               \
-_(i4, whole, 8 / COLUMNS_whole, 4, VNNI || QUADS ? 24 : 5)                                         \
+_(i8, whole, 1, COLUMNS_whole, QUADS || LANES == 16 ? 1 << 30 : 24)                                \
+_(i4, whole, 8 / COLUMNS_whole, 4, LANES == 8 ? 16 : LANES == 4 && !QUADS ? 5 : 24)                \
 _(nf4, real, 8, 4, LANES == 16 ? 24 : 4) _(f8, real, 1, 1, LANES == 16 ? 24 : 8)                   \
 _(i16, whole, 1, 4, 1 << 30)
 enum { COLUMNS_real = 1, COLUMNS_whole = QUADS ? 4 : 2 };           // of a step
@@ -402,6 +397,15 @@ INLINE vec scales(const Stretch *a, long at) {
     return a->scale_type == SCALE_F16 ? load_f16(half) : load_bf16(half);
 }
 
+// A sum is in its register now. Else GCC makes all products of a unit first, and stores them, where
+// a product and its addition are two instructions.
+#if defined __AVX2__ && !defined __AVX512VNNI__
+#define SETTLE_whole(sum) __asm__("" : "+v"(sum))
+#else
+#define SETTLE_whole(sum)
+#endif
+#define SETTLE_real(sum)
+
 #define BLOCK(kind, sort, T, P, name)                                                              \
 static void name(const Stretch *a) {                                                               \
     const x_##sort *x = (const x_##sort *)a->x;                                                    \
@@ -417,8 +421,10 @@ static void name(const Stretch *a) {                                            
                 UNROLL for (int p = 0; p < P; p++) UNROLL for (int v = 0; v < VECS; v++)           \
                     step[p][v] = step_##kind(w + p * a->panel + v * LANES * BYTES_##kind, c);      \
                 UNROLL for (int t = 0; t < T; t++)                                                 \
-                    UNROLL for (int p = 0; p < P; p++) UNROLL for (int v = 0; v < VECS; v++)       \
+                    UNROLL for (int p = 0; p < P; p++) UNROLL for (int v = 0; v < VECS; v++) {     \
                         s[t][p][v] = add_##sort(s[t][p][v], step[p][v], x[t * a->row + c]);        \
+                        if (STEPS_##kind > 1) SETTLE_##sort(s[t][p][v]);                           \
+                    }                                                                              \
             }                                                                                      \
             x += STEPS_##kind, w += WIDE * BYTES_##kind, soon += a->pace;                          \
         }                                                                                          \

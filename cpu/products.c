@@ -49,7 +49,7 @@ static void some_panels(const Weight *w, Rows x, float *y, long T, long N, long 
             long units = a.runs * a.units;
             for (long i = 0, rows; i < tiles; i++) {
                 rows = T / tiles + (i < T % tiles);                     // nearly as many each time
-                a.pace = bytes / units / tiles, a.soon = next + i * units * a.pace;
+                a.pace = parts(bytes, units * tiles), a.soon = next + i * units * a.pace;
                 blocks[many ? WHOLE[kind] ? I16 : F32 : kind][rows][P > 1](&a);
                 a.x += rows * x.row, a.y += rows * N, a.whole += rows * x.stretches;
             }
