@@ -25,34 +25,43 @@ typedef struct {
     long K, row, bytes, stretches, tile_rows;
 } Rows;
 
-// Panels from first to last, times T rows of x -> y: [T, N], N whole panels.
+// Panels from first to last, times T rows of x -> y: [T, N], N whole panels. What divides stands
+// before the inner loops: a division takes up to 50 cycles, and a call of a block some 500.
 static void some_panels(const Weight *w, Rows x, float *y, long T, long N, long first, long last) {
     long kind = w->kind, unit = WIDE * BYTES[kind], stretch = least(w->group, STRETCH);
     long tiles = parts(T, WHOLE[kind] ? TILE_WHOLE : TILE), many = T > FEW[kind];
-    long wide = PANELS(parts(T, tiles));
+    long rows = T / tiles, one_more = T % tiles;                        // nearly as many each time
+    long wide = PANELS(parts(T, tiles)), step = WHOLE[kind] ? COLUMNS_whole : 1;
+    long runs = many || COLUMNS[kind] < LONG_UNIT ? 1 : STRETCH / stretch;
+    long bytes = runs * parts(stretch, COLUMNS[kind]) * unit;           // of a call, in a panel
+    long end = parts(x.K, runs * stretch) * bytes;
     float *room = many ? allocate(PANELS(1) * STRETCH * WIDE * sizeof *room) : 0;
     for (long p = first, P; p < last; p += P) {
         P = last - p < wide ? 1 : wide;
-        for (long k = 0, columns; k < x.K; k += columns) {
-            Stretch a = stretch_at(w, p, k, least(x.K - k, stretch));
-            if (!many && COLUMNS[kind] >= LONG_UNIT)
-                a.runs = least((x.K - k) / stretch, STRETCH / stretch);
-            if (a.runs < 1) a.runs = 1;                                 // the last is a short one
-            columns = a.runs * stretch;
-            a.x = x.x + k * x.bytes, a.row = x.row / x.bytes / (WHOLE[kind] ? COLUMNS_whole : 1);
-            a.whole = x.whole + k / stretch, a.stretches = x.stretches;
-            a.y = y + p * WIDE, a.N = N, a.first = k == 0, a.far = a.panel;
+        Stretch a = stretch_at(w, p, 0, stretch), unfolded, *now = many ? &unfolded : &a;
+        const char *scale = a.scale, *zero = a.zero;
+        a.runs = runs, a.row = x.row / x.bytes / step, a.stretches = x.stretches, a.N = N;
+        a.far = a.panel, a.pace = parts(unit, tiles * (many ? COLUMNS[kind] / step : 1));
+        for (long k = 0, i = 0, columns = runs * stretch; k < x.K; k += columns, i += a.runs) {
             // To fetch: what is read later, of these panels or, beyond their end, of the next ones.
-            long bytes = a.runs * a.units * unit, beyond = k + AHEAD * columns >= x.K;
-            const char *next = a.w + AHEAD * bytes + beyond * (P - 1) * a.panel;
-            if (many) a = unfold[kind](&a, P, room);
-            long units = a.runs * a.units;
-            for (long i = 0, rows; i < tiles; i++) {
-                rows = T / tiles + (i < T % tiles);                     // nearly as many each time
-                a.pace = parts(bytes, units * tiles), a.soon = next + i * units * a.pace;
-                blocks[many ? WHOLE[kind] ? I16 : F32 : kind][rows][P > 1](&a);
-                a.x += rows * x.row, a.y += rows * N, a.whole += rows * x.stretches;
+            a.soon = a.w + AHEAD * bytes + (k + AHEAD * columns < x.K ? 0 : P * a.panel - end);
+            if (k + columns > x.K) {                                    // the last is a short one
+                a.runs = (x.K - k) / stretch;
+                if (a.runs < 1) a.runs = 1, a.units = parts(x.K - k, COLUMNS[kind]);
+                columns = a.runs * stretch;
             }
+            long g = k / w->group * WIDE;
+            if (scale) a.scale = scale + g * (w->scale_type == SCALE_F32 ? 4 : 2);
+            if (zero) a.zero = zero + g * (w->float_zeros ? 4 : 2);
+            a.x = x.x + k * x.bytes, a.whole = x.whole + i, a.y = y + p * WIDE, a.first = k == 0;
+            if (many) unfolded = unfold[kind](&a, P, room);
+            for (long t = 0, some; t < T; t += some) {
+                some = rows + (t < one_more * (rows + 1));
+                blocks[many ? WHOLE[kind] ? I16 : F32 : kind][some][P > 1](now);
+                now->x += some * x.row, now->y += some * N, now->whole += some * x.stretches;
+                now->soon += now->runs * now->units * now->pace;
+            }
+            a.w += a.runs * a.units * unit;
         }
     }
     free(room);
