@@ -5,16 +5,25 @@
 // what is read.
 enum { NEAR = 192, AHEAD = 4 };
 
+// To the scales and zeros of the group that column k is in.
+static void see_group(Stretch *a, const Weight *w, long k) {
+    long at = k / w->group * WIDE;
+    if (a->scales) a->scale = a->scales + at * (w->scale_type == SCALE_F32 ? 4 : 2);
+    if (a->zeros) a->zero = a->zeros + at * (w->float_zeros ? 4 : 2);
+}
+
 // The stretch of W that begins at panel p and column k, n columns: what does not depend on x.
 static Stretch stretch_at(const Weight *w, long p, long k, long n) {
     long columns = COLUMNS[w->kind], unit = WIDE * BYTES[w->kind], units = parts(w->K, columns);
-    long groups = parts(w->K, w->group), g = (p * groups + k / w->group) * WIDE;
-    return (Stretch){ .w = (const char *)w->w + (p * units + k / columns) * unit,
-                      .panel = units * unit, .units = parts(n, columns), .runs = 1,
-                      .scale = w->scale ? w->scale + g * (w->scale_type == SCALE_F32 ? 4 : 2) : 0,
-                      .zero = w->zero ? (const char *)w->zero + g * (w->float_zeros ? 4 : 2) : 0,
-                      .next = groups * WIDE, .scale_type = w->scale_type,
-                      .float_zeros = w->float_zeros, .common_zero = w->common_zero };
+    long next = parts(w->K, w->group) * WIDE, at = p * next;
+    Stretch a = { .w = (const char *)w->w + (p * units + k / columns) * unit,
+                  .panel = units * unit, .units = parts(n, columns), .runs = 1,
+                  .scales = w->scale ? w->scale + at * (w->scale_type == SCALE_F32 ? 4 : 2) : 0,
+                  .zeros = w->zero ? (const char *)w->zero + at * (w->float_zeros ? 4 : 2) : 0,
+                  .next = next, .scale_type = w->scale_type, .float_zeros = w->float_zeros,
+                  .common_zero = w->common_zero };
+    see_group(&a, w, k);
+    return a;
 }
 
 // x as the panels want it: K columns, of 4 or (whole) 2 bytes; `row` bytes from row to row. Or as
@@ -39,7 +48,6 @@ static void some_panels(const Weight *w, Rows x, float *y, long T, long N, long 
     for (long p = first, P; p < last; p += P) {
         P = last - p < wide ? 1 : wide;
         Stretch a = stretch_at(w, p, 0, stretch), unfolded, *now = many ? &unfolded : &a;
-        const char *scale = a.scale, *zero = a.zero;
         a.runs = runs, a.row = x.row / x.bytes / step, a.stretches = x.stretches, a.N = N;
         a.far = a.panel, a.pace = parts(unit, tiles * (many ? COLUMNS[kind] / step : 1));
         for (long k = 0, i = 0, columns = runs * stretch; k < x.K; k += columns, i += a.runs) {
@@ -50,9 +58,7 @@ static void some_panels(const Weight *w, Rows x, float *y, long T, long N, long 
                 if (a.runs < 1) a.runs = 1, a.units = parts(x.K - k, COLUMNS[kind]);
                 columns = a.runs * stretch;
             }
-            long g = k / w->group * WIDE;
-            if (scale) a.scale = scale + g * (w->scale_type == SCALE_F32 ? 4 : 2);
-            if (zero) a.zero = zero + g * (w->float_zeros ? 4 : 2);
+            see_group(&a, w, k);
             a.x = x.x + k * x.bytes, a.whole = x.whole + i, a.y = y + p * WIDE, a.first = k == 0;
             if (many) unfolded = unfold[kind](&a, P, room);
             for (long t = 0, some; t < T; t += some) {

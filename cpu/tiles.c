@@ -163,25 +163,30 @@ TILED(real, vec, tdpbf16ps, tdpbf16ps, high + low, total_real)
 // As some_panels in products.c.
 static void some_tiles(const Weight *w, Rows x, float *y, long T, long N, long first, long last) {
     long stretch = least(w->group, STRETCH), most = blocks_of(w, stretch), apart = x.tile_rows * 64;
+    long most_units = parts(stretch, COLUMNS[w->kind]), unit = WIDE * BYTES[w->kind];
     char *room = allocate(2 * MOST_BLOCKS * TILE_BYTES);
     begin_tiles(x.tile_rows);
     for (long p = first, P; p < last; p += P) {
         P = least(last - p, 2);
-        for (long k = 0; k < x.K; k += stretch) {
-            long n = least(x.K - k, stretch);
-            Stretch a = stretch_at(w, p, k, n);
-            long bytes = a.units * WIDE * BYTES[w->kind], blocks = blocks_of(w, n);
+        Stretch a = stretch_at(w, p, 0, stretch);
+        const char *panels = a.w;
+        long far = a.panel, units = most_units;
+        a.units = most, a.w = room, a.row = apart, a.stretches = x.stretches, a.N = N;
+        for (long k = 0, i = 0; k < x.K; k += stretch, i++, panels += units * unit) {
+            if (k + stretch > x.K)                                      // the last is a short one
+                units = parts(x.K - k, COLUMNS[w->kind]), a.units = blocks_of(w, x.K - k);
+            a.panel = a.units * TILE_BYTES;
             // To fetch: what is read later, of these panels or, beyond their end, of the next ones.
-            long ahead = AHEAD * bytes + (k + AHEAD * stretch >= x.K) * (P - 1) * a.panel;
-            for (long i = 0; i < P; i++) {
-                const char *panel = a.w + i * a.panel;
+            long bytes = units * unit;
+            long ahead = AHEAD * bytes + (k + AHEAD * stretch >= x.K) * (P - 1) * far;
+            for (long c = 0; c < P; c++) {
+                const char *panel = panels + c * far;
                 for (long b = 0; b < bytes; b += 64) __builtin_prefetch(panel + ahead + b, 0, 2);
-                panel_to_tiles(w->kind, panel, a.units, room + i * blocks * TILE_BYTES, blocks);
+                panel_to_tiles(w->kind, panel, units, room + c * a.panel, a.units);
             }
-            a.w = room, a.panel = blocks * TILE_BYTES, a.units = blocks;
-            a.x = x.x + k / stretch * most * 2 * apart, a.row = apart;
-            a.whole = x.whole + k / stretch, a.stretches = x.stretches;
-            a.y = y + p * WIDE, a.N = N, a.first = k == 0;
+            see_group(&a, w, k);
+            a.x = x.x + i * most * 2 * apart, a.whole = x.whole + i, a.y = y + p * WIDE;
+            a.first = k == 0;
             for (long t = 0; t < T; t += x.tile_rows) {
                 long rows = least(T - t, x.tile_rows);
                 if (w->kind == BF16) tiled_real(&a, rows, P);
