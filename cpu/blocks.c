@@ -339,8 +339,7 @@ typedef struct {
     const char *w;                                  // the first panel's first unit of the stretch,
     long panel, units;                            // bytes to the next panel's; units of the stretch
     long runs;                                      // stretches, each with a scale of its own
-    const char *scales, *zeros;                     // the first panel's, or none
-    const char *scale, *zero;                       // the stretch's of these,
+    const char *scale, *zero;                       // the first panel's of the stretch, or none,
     long next, scale_type, float_zeros;             // and numbers from there to the next panel's
     int32_t common_zero;                            // the zero of all, if there is no `zero`
     const char *x;                                  // the first row's first step of the stretch,

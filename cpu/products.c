@@ -5,24 +5,21 @@
 // what is read.
 enum { NEAR = 192, AHEAD = 4 };
 
-// To the scales and zeros of the group that column k is in.
-static void see_group(Stretch *a, const Weight *w, long k) {
-    long at = k / w->group * WIDE;
-    if (a->scales) a->scale = a->scales + at * (w->scale_type == SCALE_F32 ? 4 : 2);
-    if (a->zeros) a->zero = a->zeros + at * (w->float_zeros ? 4 : 2);
+// To panel p's scales and zeros of the group that column k is in.
+static void see_group(Stretch *a, const Weight *w, long p, long k) {
+    long at = p * a->next + k / w->group * WIDE;
+    if (w->scale) a->scale = w->scale + at * (w->scale_type == SCALE_F32 ? 4 : 2);
+    if (w->zero) a->zero = (const char *)w->zero + at * (w->float_zeros ? 4 : 2);
 }
 
 // The stretch of W that begins at panel p and column k, n columns: what does not depend on x.
 static Stretch stretch_at(const Weight *w, long p, long k, long n) {
     long columns = COLUMNS[w->kind], unit = WIDE * BYTES[w->kind], units = parts(w->K, columns);
-    long next = parts(w->K, w->group) * WIDE, at = p * next;
     Stretch a = { .w = (const char *)w->w + (p * units + k / columns) * unit,
                   .panel = units * unit, .units = parts(n, columns), .runs = 1,
-                  .scales = w->scale ? w->scale + at * (w->scale_type == SCALE_F32 ? 4 : 2) : 0,
-                  .zeros = w->zero ? (const char *)w->zero + at * (w->float_zeros ? 4 : 2) : 0,
-                  .next = next, .scale_type = w->scale_type, .float_zeros = w->float_zeros,
-                  .common_zero = w->common_zero };
-    see_group(&a, w, k);
+                  .next = parts(w->K, w->group) * WIDE, .scale_type = w->scale_type,
+                  .float_zeros = w->float_zeros, .common_zero = w->common_zero };
+    see_group(&a, w, p, k);
     return a;
 }
 
@@ -34,8 +31,8 @@ typedef struct {
     long K, row, bytes, stretches, tile_rows;
 } Rows;
 
-// Panels from first to last, times T rows of x -> y: [T, N], N whole panels. What divides stands
-// before the inner loops: a division takes up to 50 cycles, and a call of a block some 500.
+// Panels from first to last, times T rows of x -> y: [T, N], N whole panels. Divisions
+// are slow, so most stand before the inner loops.
 static void some_panels(const Weight *w, Rows x, float *y, long T, long N, long first, long last) {
     long kind = w->kind, unit = WIDE * BYTES[kind], stretch = least(w->group, STRETCH);
     long tiles = parts(T, WHOLE[kind] ? TILE_WHOLE : TILE), many = T > FEW[kind];
@@ -58,7 +55,7 @@ static void some_panels(const Weight *w, Rows x, float *y, long T, long N, long 
                 if (a.runs < 1) a.runs = 1, a.units = parts(x.K - k, COLUMNS[kind]);
                 columns = a.runs * stretch;
             }
-            see_group(&a, w, k);
+            see_group(&a, w, p, k);
             a.x = x.x + k * x.bytes, a.whole = x.whole + i, a.y = y + p * WIDE, a.first = k == 0;
             if (many) unfolded = unfold[kind](&a, P, room);
             for (long t = 0, some; t < T; t += some) {

@@ -163,7 +163,8 @@ TILED(real, vec, tdpbf16ps, tdpbf16ps, high + low, total_real)
 // As some_panels in products.c.
 static void some_tiles(const Weight *w, Rows x, float *y, long T, long N, long first, long last) {
     long stretch = least(w->group, STRETCH), most = blocks_of(w, stretch), apart = x.tile_rows * 64;
-    long most_units = parts(stretch, COLUMNS[w->kind]), unit = WIDE * BYTES[w->kind];
+    long unit = WIDE * BYTES[w->kind], most_units = parts(stretch, COLUMNS[w->kind]);
+    long end = parts(x.K, stretch) * most_units * unit;
     char *room = allocate(2 * MOST_BLOCKS * TILE_BYTES);
     begin_tiles(x.tile_rows);
     for (long p = first, P; p < last; p += P) {
@@ -177,14 +178,14 @@ static void some_tiles(const Weight *w, Rows x, float *y, long T, long N, long f
                 units = parts(x.K - k, COLUMNS[w->kind]), a.units = blocks_of(w, x.K - k);
             a.panel = a.units * TILE_BYTES;
             // To fetch: what is read later, of these panels or, beyond their end, of the next ones.
-            long bytes = units * unit;
-            long ahead = AHEAD * bytes + (k + AHEAD * stretch >= x.K) * (P - 1) * far;
+            long bytes = units * unit, ahead = AHEAD * most_units * unit;
+            if (k + AHEAD * stretch >= x.K) ahead += P * far - end;
             for (long c = 0; c < P; c++) {
                 const char *panel = panels + c * far;
                 for (long b = 0; b < bytes; b += 64) __builtin_prefetch(panel + ahead + b, 0, 2);
                 panel_to_tiles(w->kind, panel, units, room + c * a.panel, a.units);
             }
-            see_group(&a, w, k);
+            see_group(&a, w, p, k);
             a.x = x.x + i * most * 2 * apart, a.whole = x.whole + i, a.y = y + p * WIDE;
             a.first = k == 0;
             for (long t = 0; t < T; t += x.tile_rows) {
