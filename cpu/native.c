@@ -601,9 +601,10 @@ INLINE int64_t one_pick_##kind(const type *p, const int64_t *tokens, int64_t str
     double best = -1, score[256];                                                                  \
     for (long at = 0; at < V; at += 256, p += 256) {                                               \
         long n = least(V - at, 256);                                                               \
-        type most = 0;                                                                             \
-        for (long i = 0; i < n; i++) most = p[i] > most ? p[i] : most;                             \
-        if (most == 0) continue;                                                                   \
+        type mass = 0;                                                                             \
+        _Pragma("omp simd reduction(+:mass)")                                                      \
+        for (long i = 0; i < n; i++) mass += p[i];                                                 \
+        if (mass == 0) continue;                                                                   \
         for (long i = 0; i < n; i++) {                                                             \
             uint64_t count = (tokens ? tokens[at + i] : at + i) + 1;                               \
             score[i] = p[i] / exponential_of(mix(start + count * 0x9E3779B97F4A7C15));             \
@@ -684,6 +685,7 @@ static float soften(const float *x, float *p, long V, float t, long masked) {
     if ((t == 0 || !masked) && !are_finite(x, V, masked)) return NAN;
     if (t == 0) {
         long first = 0;
+        while (largest(x + first, least(512, V - first)) != most) first += 512;
         while (x[first] != most) first++;
         memset(p, 0, V * sizeof *p);
         return p[first] = 1 + 0 * most;
@@ -706,7 +708,7 @@ static float soften(const float *x, float *p, long V, float t, long masked) {
 // x, p: [B, V]; t: [B] -> how many rows are not finite.
 long soften_rows(const float *x, float *p, const double *t, long B, long V, long masked) {
     long wrong = 0;
-    #pragma omp parallel for reduction(+:wrong) if (B * V > 1 << 15)
+    #pragma omp parallel for reduction(+:wrong) if (B > 1 && B * V > 1 << 14)
     for (long b = 0; b < B; b++) wrong += isnan(soften(x + b * V, p + b * V, V, t[b], masked));
     return wrong;
 }
