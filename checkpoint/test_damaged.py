@@ -1,6 +1,6 @@
 """Damaged files of a model: each is read, or one line says what is wrong, within a gigabyte.
 
-TEST_TIMES (conftest.py) makes more of them: .ci/run damages each file 5,000 times.
+TEST_TIMES (conftest.py) makes more of them: .ci/run damages each file 2,500 times.
 """
 
 import json
