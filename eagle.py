@@ -273,7 +273,11 @@ class EagleDrafter(BorrowingDrafter):
         self.newest.pop(request, None)
 
     def max_drafts(self, request: Request, wanted: int) -> int:
-        return super().max_drafts(request, wanted) if request in self.newest else 0
+        """None without the newest row. Where the target lacks more than the last token, after a
+        preemption, it reads all but that one first, which makes the row."""
+        num_unread = len(request.tokens) - self.cache.length(request.seq)
+        will_have_row = request in self.newest or num_unread > 1
+        return super().max_drafts(request, wanted) if will_have_row else 0
 
     def observe(self, observed: Sequence[Observed], features: Tensor) -> None:
         """Make the rows for the tokens that the target has read."""
