@@ -128,12 +128,18 @@ class ModelRunner:
         except CacheFull:
             self.drafter.close(request)
             raise
-        grammar = request.settings.follows
-        if grammar is not None:
-            compiled = request.compiled or self.grammars.compile(grammar)
-            new_tokens = request.tokens[request.num_prompt_tokens :]  # after preemption
-            request.grammar_state = GrammarState(self.grammars, compiled, new_tokens)
-            request.eos_token_ids = {*request.eos_token_ids, *self.grammars.eos_token_ids}
+        if request.settings.follows is not None:
+            try:
+                self._open_grammar(request)
+            except BaseException:  # Ctrl-C, too
+                self.close(request)
+                raise
+
+    def _open_grammar(self, request: Request) -> None:
+        compiled = request.compiled or self.grammars.compile(request.settings.follows)
+        new_tokens = request.tokens[request.num_prompt_tokens :]  # after preemption
+        request.grammar_state = GrammarState(self.grammars, compiled, new_tokens)
+        request.eos_token_ids = {*request.eos_token_ids, *self.grammars.eos_token_ids}
 
     def close(self, request: Request) -> None:
         self.cache.free(request.seq)
@@ -453,7 +459,7 @@ class ModelRunner:
                 request.is_cut = not state.may_end
             else:
                 state.settle(new)
-            if state.has_failed:
+            if self.target.group.agree(state.has_failed):  # each process has a clock of its own
                 request.error = (
                     "its grammar allows no token of this model here, or takes too much work for a "
                     "mask: simplify it"

@@ -5,6 +5,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -727,6 +728,37 @@ def test_slow_masks_end_their_text_and_no_other(model, monkeypatch):
     assert new_tokens(again) == new_tokens(free) == new_tokens(other)
     assert len(new_tokens(limited)) > 3 and limited.finish_reason == "error"
     assert model.grammars.compile(Grammar("grammar", AMBIGUOUS)) is not compiled
+
+
+def test_processes_end_a_slow_text_by_the_clock_of_the_first(model, monkeypatch):
+    monkeypatch.setattr(grammar_page, "SLOW_STEP", -1.0)
+    monkeypatch.setattr(grammar_page, "SLOW_MASK", -1.0)
+    asked = Settings(0, regex="[a-z ]+", seed=0, max_tokens=8)
+    for is_slow_there, wanted in ((False, "length"), (True, "error")):
+        engine = Engine(model, None, Options(max_len=30))
+        group = copy(engine.runner.target.group)
+        group.agree = lambda numbers, there=is_slow_there: there if numbers is True else numbers
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.runner.target, "group", group)
+            request = Request(model.encode("Once"), asked)
+            list(engine.batcher.run([request]))
+        assert request.finish_reason == wanted
+
+
+def test_a_text_whose_grammar_is_interrupted_leaves_nothing(model, monkeypatch):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    engine = Engine(model, None, Options(max_len=30, max_batch=1, kv="contiguous"))
+    asked = Settings(0, regex="[a-z ]+", seed=0, max_tokens=8)
+    first, second = (Request(model.encode("Once"), asked) for _ in range(2))
+    with monkeypatch.context() as patch:
+        patch.setattr("runner.GrammarState", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            list(engine.batcher.run([first]))
+    engine.batcher.cancel(first)
+    list(engine.batcher.run([second]))  # the cache has one row
+    assert len(new_tokens(second)) == 8
 
 
 def test_so_many_grammars_stay_compiled(model):
