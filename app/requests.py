@@ -61,12 +61,15 @@ def read_requests(
         try:
             line.fields = parse_object(text)
             check_fields(line.fields)
+            own_system = line.fields.get("system")
+            # false is not --raw: the model's template, if it has one
+            chosen = {True: False, False: use_template or None}
             request = model.request(
                 line.fields["prompt"],
                 settings_of(line.fields, defaults),
                 options,
-                line.fields.get("system", system),
-                False if line.fields.get("raw") else use_template,
+                system if own_system is None else own_system,
+                chosen.get(line.fields.get("raw"), use_template),
             )
             check(request)
             line.request = request

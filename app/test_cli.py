@@ -297,6 +297,14 @@ def test_fields_of_a_line_override_flags(instruct, capsys, tmp_path):
     assert prompts[1] == tokenizer.prompt("a")
     assert prompts[2] == tokenizer.chat([{"role": "system", "content": "b"}, user])
     assert prompts[3] == [258]
+    # null is as if it were left out, and a line may turn --raw off.
+    lines = [dict(prompt="a", system=None, raw=None), dict(prompt="a", raw=False)]
+    (tmp_path / "prompts").write_text("\n".join(map(json.dumps, lines)))
+    (first, _) = run_json(capsys, *flags, "--system", "b")
+    assert first["prompt_tokens"] == prompts[2]
+    results = run_json(capsys, *flags, "--raw")
+    told = {result["index"]: result["prompt_tokens"] for result in results}
+    assert told == {0: prompts[1], 1: prompts[0]}
 
 
 def test_a_grammar_comes_from_a_file_from_standard_input_or_as_it_stands(
