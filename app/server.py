@@ -284,7 +284,11 @@ class Application:
 
     async def _compile(self, asked: Asked) -> Any:
         await self.compiling.acquire()
-        compiled = asyncio.wrap_future(self.offer.model.grammars.submit(asked.follows))
+        try:
+            compiled = asyncio.wrap_future(self.offer.model.grammars.submit(asked.follows))
+        except BaseException:  # no thread could be started
+            self.compiling.release()
+            raise
         compiled.add_done_callback(lambda _: self.compiling.release())
         return await asyncio.shield(compiled)  # a thread is not to be cancelled
 

@@ -835,6 +835,22 @@ def test_grammars_are_compiled_apart(monkeypatch):
 
 
 @needs_llguidance
+def test_a_thread_that_cannot_start_keeps_no_place_of_a_compile(monkeypatch):
+    async def scenario(app):
+        asked = GREEDY | dict(structured_outputs={"choice": ["yes"]})
+        with monkeypatch.context() as patch:
+            patch.setattr(tiny().grammars, "submit", no_thread)
+            for _ in range(server.MAX_COMPILING):
+                assert (await refused(app, COMPLETE, asked))[0] == 500
+        assert (await post(app, COMPLETE, **asked))["choices"][0]["text"] == "yes"
+
+    def no_thread(grammar):
+        raise RuntimeError("can't start new thread")
+
+    run(scenario)
+
+
+@needs_llguidance
 def test_a_grammar_that_fails_is_that_requests_mistake(monkeypatch, capsys):
     monkeypatch.setattr(grammar_page, "SLOW_STEP", -1.0)
     monkeypatch.setattr(grammar_page, "SLOW_MASK", -1.0)
