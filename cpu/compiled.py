@@ -81,7 +81,11 @@ def cpu_features() -> str:
 
 def private_folder() -> Path:
     """The cache folder, made if need be. OSError if another user could write there."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "llama-native")
+    try:
+        caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        raise OSError("this user has no home folder: set XDG_CACHE_HOME") from None
+    folder = Path(caches, "llama-native")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
     others = stat.S_IMODE(status.st_mode) & 0o077

@@ -55,6 +55,7 @@ import functools
 import os
 import platform
 import re
+import threading
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,6 +78,7 @@ if TYPE_CHECKING:
 
 SOURCES = ("blocks.c", "products.c", "tiles.c", "native.c")
 FLAGS = ("-O3", "-fno-math-errno", "-ffp-contract=off")  # no fused multiply-add but `fused`
+LOADING = threading.Lock()  # a library is compiled and declared once
 WITHOUT_C = "no C here, so this CPU is up to 5 times slower, and weights may take twice the memory"
 WIDE = 16  # rows of W in a panel
 STRETCH = 128  # columns of a sum
@@ -124,7 +126,8 @@ def load_library() -> Loaded:
         return Loaded(None, "LLAMA_NATIVE=0")
     loaded = Loaded(None)
     try:
-        loaded.library = build_library()
+        with LOADING:
+            loaded.library = build_library()
     except OSError as error:
         loaded.give_up(" ".join(str(error).split()))
     return loaded
@@ -202,7 +205,7 @@ def declare(lib: ctypes.CDLL, source: str) -> None:
     for pick in (lib.pick_f32, lib.pick_f64):  # which a macro defines
         pick.argtypes = [POINTER] * 3 + [LONG, LONG]
     for name, structure in STRUCTURES.items():
-        if not hasattr(structure, "_fields_"):  # another thread may have been here
+        if not hasattr(structure, "_fields_"):  # another thread has been here
             (fields,) = re.findall(rf"^typedef struct {{([^}}]*)}} {name};", source, re.M)
             structure._fields_ = declared(fields, ";")
 

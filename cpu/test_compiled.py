@@ -126,6 +126,9 @@ def test_a_folder_that_others_can_write_to_is_refused(folder, tmp_path, monkeypa
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert more() == 1 and len(files(tmp_path / ".cache" / "llama-native")) == 1
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 2)  # of nobody
+    assert reason() == "this user has no home folder: set XDG_CACHE_HOME"
 
 
 COMPILERS = {
