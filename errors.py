@@ -1,8 +1,8 @@
 """A user's mistake: one line that names the value, the rule and the way out, before any change.
 
 `app/shell.py` turns a `UserError`, and an OSError of a file, into one line on standard error and
-exit status 2. Every other exception, PyTorch's and Python's own ValueErrors too, is a bug and keeps
-its traceback.
+exit status 2, and memory that is short, too. Every other exception, PyTorch's and Python's own
+ValueErrors as well, is a bug and keeps its traceback.
 """
 
 from collections.abc import Iterable

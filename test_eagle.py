@@ -316,10 +316,10 @@ def test_every_text_is_the_plain_one_and_every_row_that_of_the_whole_text(pair, 
         cache = KVCache(target.kv_spec(draft_layers=1), 48, 4)
     mode = draw(st.sampled_from(["greedy", "coupled", "exact"]))
     drawing = Drawing(V, mode == "coupled")
-    runner = ModelRunner(target, cache, drawing, EagleDrafter(head, cache), budget=budget)
+    runner = ModelRunner(target, cache, drawing, drafter=EagleDrafter(head, cache), budget=budget)
     own_cache = KVCache(target.kv_spec(draft_layers=1), 48)
     own_drafter = EagleDrafter(head, own_cache) if mode == "exact" else None
-    own_runner = ModelRunner(target, own_cache, Drawing(V), own_drafter)
+    own_runner = ModelRunner(target, own_cache, Drawing(V), drafter=own_drafter)
     batcher = Batcher(runner, draw(st.integers(1, 4)))
     start = draw(st.lists(st.integers(0, 9), min_size=1, max_size=14))
     requests = []
@@ -355,7 +355,7 @@ def test_a_preempted_text_is_drafted_as_if_nothing_had_been(pair):
     def texts(blocks: int, max_batch: int) -> list[Request]:
         cache = PagedCache(target.kv_spec(draft_layers=1), blocks, 4)
         drawing = Drawing(target.config.vocab_size)
-        runner = ModelRunner(target, cache, drawing, EagleDrafter(head, cache))
+        runner = ModelRunner(target, cache, drawing, drafter=EagleDrafter(head, cache))
         chosen = [Settings(1.0, seed=seed, max_tokens=20, gamma=2) for seed in range(6)]
         requests = [Request([1, 2, 3], settings) for settings in chosen]
         list(Batcher(runner, max_batch).run(requests))

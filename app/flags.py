@@ -91,8 +91,8 @@ def add_model_flags(p: argparse._ArgumentGroup) -> None:
     p.add_argument(
         "--verify",
         choices=VERIFY,
-        help="drafts as a block (default), which accepts the most; token by token; or coupled: "
-        "target and seed alone decide the text",
+        help="drafts as a block (default), which accepts the most; token by token; or coupled "
+        "(default with --seed, unless --gamma is a number): target and seed alone decide the text",
     )
     p.add_argument(
         "--bits",
@@ -118,7 +118,7 @@ def add_text_flags(p: argparse._ArgumentGroup) -> None:
         "--temperature",
         type=float,
         help="0: always the most probable token (default: as the model recommends; where it "
-        "recommends nothing 0, in a chat 0.7)",
+        "recommends nothing 0, in a chat 0.7, with --top-k, --top-p or --min-p 1)",
     )
     p.add_argument("--top-k", type=int, help="keep the k most probable")
     p.add_argument("--top-p", type=float, help="keep the fewest holding this share")
@@ -183,7 +183,7 @@ def add_memory_flags(p: argparse._ArgumentGroup) -> None:
         "--max-batch",
         type=int,
         default=16,
-        help="at most so many texts at a time, of --prompts or --n (default 16)",
+        help="at most so many texts at a time (default 16)",
     )
     p.add_argument(
         "--max-len",
@@ -204,7 +204,8 @@ def add_memory_flags(p: argparse._ArgumentGroup) -> None:
     p.add_argument(
         "--kv-memory",
         type=float,
-        help="for keys and values: bytes, or, up to 1, a share of what is free (default: by need)",
+        help="for keys and values: bytes, or, up to 1, a share of what is free (default: what the "
+        "texts may need, up to 80 %% of that)",
     )
     p.add_argument(
         "--no-prefix-cache",
