@@ -205,7 +205,7 @@ def add_memory_flags(p: argparse._ArgumentGroup) -> None:
         "--kv-memory",
         type=float,
         help="for keys and values: bytes, or, up to 1, a share of what is free (default: what the "
-        "texts may need, up to 80 %% of that)",
+        "texts may need, at most 80 %% of what is free)",
     )
     p.add_argument(
         "--no-prefix-cache",

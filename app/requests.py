@@ -62,14 +62,14 @@ def read_requests(
             line.fields = parse_object(text)
             check_fields(line.fields)
             own_system = line.fields.get("system")
-            # false is not --raw: the model's template, if it has one
-            chosen = {True: False, False: use_template or None}
+            # raw of false takes --raw back: the model's template, if it has one
+            template = {True: False, False: use_template or None}
             request = model.request(
                 line.fields["prompt"],
                 settings_of(line.fields, defaults),
                 options,
                 system if own_system is None else own_system,
-                chosen.get(line.fields.get("raw"), use_template),
+                template.get(line.fields.get("raw"), use_template),
             )
             check(request)
             line.request = request

@@ -78,7 +78,7 @@ if TYPE_CHECKING:
 
 SOURCES = ("blocks.c", "products.c", "tiles.c", "native.c")
 FLAGS = ("-O3", "-fno-math-errno", "-ffp-contract=off")  # no fused multiply-add but `fused`
-LOADING = threading.Lock()  # a library is compiled and declared once
+LOADING = threading.Lock()  # one thread at a time compiles and declares
 WITHOUT_C = "no C here, so this CPU is up to 5 times slower, and weights may take twice the memory"
 WIDE = 16  # rows of W in a panel
 STRETCH = 128  # columns of a sum
