@@ -128,7 +128,7 @@ class AutoGamma:
         for drafted, accepted in zip(num_drafts, num_accepted):
             examined = min(accepted + 1, drafted)  # none beyond the first rejection
             if examined:
-                self.weight = min(self.weight + examined, WINDOW)
+                self.weight = max(examined, min(self.weight + examined, WINDOW))
                 self.alpha += (accepted - examined * self.alpha) / self.weight
         is_trial = batch_size.bit_length() not in self.best
         if is_trial or (self.num_plain + self.num_drafting) % 8 == 0:  # one round teaches little

@@ -417,10 +417,11 @@ def make_caches(
     """The target's cache, and the draft's own, if it has one."""
     bits = widths(options.kv_bits)
     if not options.use_cache:
-        if draft is not None or options.max_batch > 1 or bits != (16, 16):
+        cache_options = (bits, options.kv, options.kv_memory)
+        if draft or options.max_batch > 1 or cache_options != ((16, 16), "paged", None):
             raise UserError(
-                "without a cache there are no drafts, batches or bits of it: leave out --draft, "
-                "--prompts and --kv-bits, or --no-cache"
+                "without a cache there are no drafts, no batches and no kind of it: leave out "
+                "--draft, --prompts, --kv, --kv-bits and --kv-memory, or --no-cache"
             )
         return [NoCache(target.device)]
     specs = [target.kv_spec(bits, draft.draft_layers if draft else 0)]
@@ -507,10 +508,10 @@ def prepare(
     loading = {name: named.pop(name) for name in LOADING if name in named}
     options = Options(**{name: named.pop(name) for name in OPTIONS if name in named})
     settings = Settings(**named)
-    if isinstance(target, Model) and loading.keys() & {"device", "bits"}:
+    if isinstance(target, Model) and loading:
         raise UserError(
-            f"{loading} is for loading, and the target is loaded already: leave out device and "
-            "bits, or name the target's folder"
+            f"{loading} is for loading, and the target is loaded already: leave out device, dtype "
+            "and bits, or name the target's folder"
         )
     check_draft(draft, draft_bits)
     model = target if isinstance(target, Model) else Model.load(target, **loading)

@@ -18,9 +18,9 @@ MAX_TOKENS = 512  # the default
 MAX_LOGPROBS = 20  # most probable tokens whose logprobs are told
 MAX_GRAMMAR = 2**17  # characters of a schema, regex, choice or grammar
 SETTINGS = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)  # these change nothing, like None
-LEAST_TOP_P = 1e-300  # the most probable token has more
+LEAST_TOP_P = 1e-300  # the most probable token has more; and times a share it is not 0
 RULES = {  # name -> smallest value, largest value, the rule in words
-    "temperature": (0, 1e300, "from 0 (always the most probable token) to 1e300"),
+    "temperature": (0, 1e30, "from 0 (always the most probable token) to 1e30"),
     "top_k": (0, 2**31, "a whole number from 0 (keeps all) to 2^31"),
     "top_p": (0, 1, "from 0 (keeps the most probable alone) to 1 (keeps all)"),
     "min_p": (0, 1, "between 0 (keeps all) and 1"),
@@ -64,7 +64,7 @@ class Settings:
         check_settings(**{name: getattr(self, name) for name in SETTINGS})
         if not isinstance(self.special, bool):
             refuse_setting("special", self.special, "true or false")
-        if self.top_p == 0:
+        if self.top_p is not None and self.top_p < LEAST_TOP_P:
             object.__setattr__(self, "top_p", LEAST_TOP_P)
         if self.gamma == "auto":
             object.__setattr__(self, "gamma", None)
@@ -130,6 +130,13 @@ class Options:
         check_choice("verify", self.verify, VERIFY)
         check_choice("kv", self.kv, ("paged", "contiguous"))
         check_whole("max_batch", self.max_batch, 1, None)
+        if type(self.max_len) not in (int, type(None)):  # its range is the model's
+            refuse_setting("max_len", self.max_len, "a whole number")
+        for name in ("use_cache", "prefix_caching"):
+            if not isinstance(getattr(self, name), bool):
+                refuse_setting(name, getattr(self, name), "true or false")
+        if type(self.kv_memory) not in (int, float, type(None)):
+            refuse_setting("kv_memory", self.kv_memory, "a share of free memory, or bytes")
         if self.kv == "contiguous" and self.kv_memory is not None:
             raise UserError(
                 "kv_memory is for the paged cache: a contiguous one has max_batch rows of max_len"

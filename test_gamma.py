@@ -213,3 +213,11 @@ def test_a_try_is_as_rare_as_it_is_expensive():
         auto.observe([MAX_GAMMA], [MAX_GAMMA], 5.0)
         num_rounds += 1
     assert num_rounds == PATIENCE  # then a plain round
+
+
+def test_the_acceptance_is_a_share_whatever_a_round_has():
+    """Also where a round has more drafts than the mean is over."""
+    auto = AutoGamma()
+    for accepted in (499, 499, 0, 150, 500):
+        auto.observe([500], [accepted], 1e-3)
+        assert 0 <= auto.alpha <= 1

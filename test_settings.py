@@ -38,14 +38,16 @@ def test_an_error_names_the_setting_the_value_and_the_rule(name):
 
 def test_the_ends_of_each_range_are_taken():
     least = dict(temperature=0, top_k=0, top_p=1e-300, min_p=0, seed=-(2**63), max_tokens=0)
-    most = dict(temperature=1e300, top_k=2**31, top_p=1, min_p=1.0, seed=2**63 - 1)
+    most = dict(temperature=1e30, top_k=2**31, top_p=1, min_p=1.0, seed=2**63 - 1)
     for chosen in (
         least | dict(gamma=0, logprobs=0, prompt_logprobs=0),
         most | dict(max_tokens=10**9, gamma=10**9, logprobs=MAX_LOGPROBS),
     ):
         settings = Settings(**chosen)
         assert {name: getattr(settings, name) for name in chosen} == chosen
-    assert Settings(top_p=0) == Settings(top_p=1e-300)  # the most probable token alone
+    assert (
+        Settings(top_p=0) == Settings(top_p=5e-324) == Settings(top_p=1e-300)
+    )  # the most probable token alone
 
 
 def test_one_setting_may_be_given_in_several_forms():

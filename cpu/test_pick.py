@@ -89,7 +89,7 @@ def test_c_makes_noise_of_extreme_bits():
             assert native.pick_tokens(probs, streams).item() == i
 
 
-@pytest.mark.parametrize("temperature", [0, 1e-300, 0.7, 1.0])
+@pytest.mark.parametrize("temperature", [0, 1e-300, 0.7, 1.0, 1e30])
 def test_minus_infinity_is_a_logit_and_what_else_is_not_finite_is_refused(temperature):
     ops = CPU()
     torch.manual_seed(0)
