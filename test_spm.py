@@ -383,3 +383,11 @@ def test_what_is_not_honoured_is_named(tmp_path):
             load(tmp_path / "odd", tokenizer_model(), added_tokens_decoder=decoder)
     with pytest.raises(UserError, match="add_eos_token"):
         load(tmp_path / "end", tokenizer_model(), add_eos_token=True)
+
+
+def test_a_link_to_nothing_is_no_missing_file(tmp_path):
+    """A tokenizer.model beside it may be of other tokens."""
+    load(tmp_path, tokenizer_model())
+    (tmp_path / "tokenizer.json").symlink_to(tmp_path / "gone")
+    with pytest.raises(FileNotFoundError, match="tokenizer.json is missing"):
+        Tokenizer.load(tmp_path)

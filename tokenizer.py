@@ -22,6 +22,7 @@ Chat templates are in checkpoint/chat.py. Not covered: `clean_up_tokenization_sp
 """
 
 import codecs
+import os
 from collections.abc import Iterable
 from copy import copy
 from functools import partial
@@ -262,7 +263,7 @@ def load_vocabulary(folder: Path, config: Json) -> Vocabulary:
     file = folder / "tokenizer.json"
     model_file = folder / "tokenizer.model"
     try:
-        if not file.exists() and model_file.exists():
+        if not os.path.lexists(file) and model_file.exists():
             file = model_file
             return read_sentencepiece_model(file, config)
         data = read_json(file, LARGEST_VOCABULARY)

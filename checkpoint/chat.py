@@ -24,6 +24,7 @@ message; and once more if that is to be a list of parts.
 """
 
 import json
+import os
 import re
 import warnings
 from collections.abc import Callable
@@ -52,7 +53,7 @@ def load_template(folder: Path, config: Json, name: str = "default") -> str | No
     file = folder / "chat_template.jinja"
     if name != "default":
         file = folder / "additional_chat_templates" / f"{name}.jinja"
-    if file.exists():
+    if os.path.lexists(file):  # a link to nothing is no missing template
         return read_bounded(file)
     return checked_template(folder / "tokenizer_config.json", config.get("chat_template"), name)
 

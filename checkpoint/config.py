@@ -60,6 +60,7 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {  # None: absent
     "architectures": (None, [], *([name] for name in ARCHITECTURES.values())),
     "hidden_act": (None, "silu"),
     "use_sliding_window": (None, False),
+    "is_causal": (None, True),
     "dual_chunk_attention_config": (None,),
     "partial_rotary_factor": (None, 1, 1.0),
     **dict.fromkeys(FLAGS, (None, False, True)),
@@ -213,15 +214,27 @@ def parse_file(file: Path, parse: Callable[[Json], Any]) -> Any:
 
 
 def rope_settings(present: Json) -> Json:
-    """All settings of the rotary embeddings, wherever this config.json has them."""
+    """All settings of the rotary embeddings, wherever this config.json has them. UserError if its
+    two objects disagree. (A rope_theta beside them is often stale.)"""
     settings = {}
-    if "rope_theta" in present:
-        settings["rope_theta"] = present["rope_theta"]
     for name in ("rope_scaling", "rope_parameters"):
         more = present.get(name, {})
         if not isinstance(more, dict):
             raise UserError(f"{name} is {more!r}; it must be an object")
-        settings |= {key: value for key, value in more.items() if value is not None}
+        more = {key: value for key, value in more.items() if value is not None}
+        if "type" in more:
+            more = {"rope_type": more["type"]} | more
+        for key, value in more.items():
+            if isinstance(value, dict):
+                raise UserError(f"{name} has {key}: only settings for all layers are supported")
+            if settings.get(key, value) != value:
+                raise UserError(
+                    f"{key} is {settings[key]!r} in rope_scaling, and {value!r} in "
+                    "rope_parameters: take one of both out of the file"
+                )
+        settings |= more
+    if "rope_theta" in present:
+        settings = {"rope_theta": present["rope_theta"]} | settings
     return settings
 
 

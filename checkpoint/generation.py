@@ -48,6 +48,12 @@ NEUTRAL: Json = {
     "forced_bos_token_id": None,
     "forced_eos_token_id": None,
     "stop_strings": None,
+    "exponential_decay_length_penalty": None,
+    "force_words_ids": None,
+    "constraints": None,
+    "watermarking_config": None,
+    "token_healing": False,
+    "dola_layers": None,
 }
 
 
@@ -96,11 +102,11 @@ class GenerationConfig:
         return bool(self.data.get("do_sample"))
 
     def complete(self, asked: Json) -> Json:
-        """The settings that a user asked for, by name, and the recommended ones for the rest. As in
-        transformers, who asks for any setting of a model without do_sample wants to sample.
-        UserError for a bad recommendation."""
-        if not self.samples:
-            return {"temperature": 1.0 if asked else 0.0} | asked
+        """The settings that a user asked for, by name, and the recommended ones for the rest. Who
+        asks for any of them wants to sample, also without do_sample. UserError for a bad
+        recommendation."""
+        if not self.samples and not asked:
+            return {"temperature": 0.0}
         recommended = {}
         for name in SETTINGS:
             if self.data.get(name) is not None and name not in asked:

@@ -11,6 +11,7 @@ Cost: the peak of memory is the model and a tensor of each thread (progress.py).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -129,6 +130,8 @@ def open_checkpoint(path: Path) -> tuple[Config, Checkpoint]:
     if is_gguf(path):
         checkpoint = GGUFCheckpoint(path)
         return read_gguf_config(checkpoint), checkpoint
+    if (path / "adapter_config.json").exists():
+        warnings.warn(f"{path}: the adapter beside the weights is not applied: merge it into them")
     return Config.load(path), Checkpoint(path)
 
 

@@ -364,3 +364,10 @@ def test_the_template_file_counts_before_the_configuration(tmp_path):
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("E")
     assert load_template(tmp_path, {"chat_template": several}, "tool_use") == "E"
+
+
+def test_a_link_to_nothing_is_told(tmp_path):
+    """As in a cache that was copied without what its links lead to."""
+    (tmp_path / "chat_template.jinja").symlink_to(tmp_path / "gone")
+    with pytest.raises(FileNotFoundError, match="chat_template.jinja is missing"):
+        load_template(tmp_path, {"chat_template": "A"})

@@ -189,6 +189,10 @@ REFUSED_JSON = told(
     {"rope_parameters": {"rope_type": "linear"}} → factor is missing
     {"rope_parameters": {"rope_type": "linear", "factor": 1e-300}} → factor is 1e-300
     {"rope_parameters": [1]} → rope_parameters is [1]
+    {"rope_scaling": {"type": "yarn", "factor": 4.0}} → rope_type is 'yarn' in rope_scaling
+    {"rope_scaling": {"rope_type": "linear", "factor": 4}} → 'default' in rope_parameters
+    {"rope_parameters": {"full_attention": {"factor": 8}}} → rope_parameters has full_att
+    {"is_causal": false} → is_causal is False
     {"rope_parameters": {"rope_theta": 9e-07}} → turn by no more than 1e+06 radians
     {"eos_token_id": "x"} → eos_token_id is 'x'
     {"eos_token_id": [2, -1]} → eos_token_id is [2, -1]

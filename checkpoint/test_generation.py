@@ -12,7 +12,7 @@ def test_settings_follow_do_sample():
     data = {"temperature": 0.6, "top_p": 0.9, "top_k": None}
     greedy = GenerationConfig(data)
     assert greedy.complete({}) == {"temperature": 0.0}
-    assert greedy.complete({"top_k": 5}) == {"temperature": 1.0, "top_k": 5}
+    assert greedy.complete({"top_k": 5}) == {"temperature": 0.6, "top_p": 0.9, "top_k": 5}
     sampled = GenerationConfig(data | {"do_sample": True})
     assert sampled.complete({}) == {"temperature": 0.6, "top_p": 0.9}
     assert sampled.complete({"temperature": 0.1}) == {"temperature": 0.1, "top_p": 0.9}
@@ -30,6 +30,8 @@ def test_settings_without_effect_are_supported():
     config = GenerationConfig({"num_beams": 1, "top_k": 3, "repetition_penalty": 1.2})
     assert config.unsupported() == ["repetition_penalty 1.2"]
     assert GenerationConfig({"num_beams": 4, "min_length": 0}).unsupported() == ["num_beams 4"]
+    for name, value in (("exponential_decay_length_penalty", [5, 1.5]), ("token_healing", True)):
+        assert GenerationConfig({name: value}).unsupported() == [f"{name} {value}"]
 
 
 def test_the_file_is_optional_and_its_mistakes_name_it(tmp_path):

@@ -34,6 +34,12 @@ def test_weights_come_from_the_checkpoint_in_the_dtype_asked_for(tmp_path):
             assert tensor.dtype == dtype and torch.equal(tensor.detach(), stored[name].to(dtype))
 
 
+def test_an_adapter_beside_the_weights_is_told(tmp_path):
+    (write_model(tmp_path) / "adapter_config.json").write_text("{}")
+    with pytest.warns(UserWarning, match="the adapter beside the weights is not applied"):
+        Llama.load(tmp_path, "cpu")
+
+
 def test_weights_are_rounded_on_the_device_they_go_to(monkeypatch):
     """The host of a GPU would take minutes: here the device has shapes only."""
     config = Config(**SMALL | {"hidden_size": 64})

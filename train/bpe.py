@@ -27,12 +27,14 @@ from checkpoint.bytelevel import GPT2_SPLIT, alphabet, compile_split
 from errors import UserError
 
 END = "<|endoftext|>"
-FILES = (  # of a tokenizer, byte-level or SentencePiece's
+FILES = (  # of a tokenizer, byte-level or SentencePiece's, and its chat templates
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
+    "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
 )
 Pair = tuple[bytes, bytes]
 
@@ -99,7 +101,8 @@ def copy_files(source: Path, folder: Path, names: Iterable[str]) -> None:
     """Copy the files of these names that exist."""
     for name in names:
         if (source / name).exists():
-            shutil.copy(source / name, folder)
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copy(source / name, folder / name)
 
 
 def save_tokenizer(folder: Path, merges: list[Pair]) -> None:

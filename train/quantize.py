@@ -39,7 +39,7 @@ from train.stories import hold_out, read_file, split_stories
 
 METHODS = ("rtn", "awq", "gptq", "awq+gptq")  # of integers, from the cheapest to the best
 PIECES = 32  # of 512 tokens, to calibrate with
-COPIED = (*FILES, "chat_template.jinja", "generation_config.json")
+COPIED = (*FILES, "generation_config.json")
 
 
 def save(llama: Llama, source: Path, out: Path) -> None:

@@ -96,6 +96,8 @@ def test_the_folder_has_what_the_model_had(tmp_path):
     )
     files = ["tokenizer.json", "tokenizer_config.json", "generation_config.json"]
     others = ["tokenizer.model", "added_tokens.json", "chat_template.jinja"]  # of other makers
+    others.append("additional_chat_templates/tool_use.jinja")
+    (folder / "additional_chat_templates").mkdir()
     for name in others:
         (folder / name).write_text(name)
     run(folder, "--bits", 4, "--out", tmp_path / "out")
