@@ -11,9 +11,9 @@ tokens. Texts beyond their prompts take a round each; prompts are read in chunks
     running text is reserved. A text is admitted only if its round can be reserved, too: so no
     running text ever waits.
   - A client that asks for many texts at once does not keep the next one waiting for all of them:
-    each text has a turn, its number among the client's, counted from the turn that is on when it
-    comes. The queue is in the order of turns. A turn is over when its texts are admitted, or as
-    many texts as run at a time: so nobody waits without end (start-time fair queueing).
+    the queue is in the order of turns, and text n of a client (from 0) gets the turn that is on,
+    plus n. To admit a text of a later turn begins that turn, and to admit max_batch texts the next
+    one: so nobody waits without end (start-time fair queueing).
   - If the caches have no room for a step, the youngest text is preempted: it gives up its sequences
     and goes back to the front of the queue. Later it is read again, and its random numbers are
     those it would have had: they depend on its seed and its positions alone (sampling.py).
@@ -48,9 +48,7 @@ RETRY_AFTER = 16
 class Batcher:
     """Makes many texts with one runner, at most `max_batch` at a time."""
 
-    def __init__(self, runner: ModelRunner, max_batch: int = 16):
-        if max_batch < 1:
-            raise UserError(f"max_batch is {max_batch}: it must be at least 1")
+    def __init__(self, runner: ModelRunner, max_batch: int):
         self.runner = runner
         self.max_batch = max_batch
         self.waiting = deque[Request]()  # in the order of turns, then oldest first

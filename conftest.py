@@ -84,9 +84,11 @@ def told(table: str) -> list[tuple[str, str]]:
 
 
 class Cipher(Toy):
-    """A toy that stores every token as another one: from its cache other toys read another text."""
+    """A toy that stores every token as another one: from its cache other toys read another text.
+    As a drafter in the target's cache, it leaves the law right only if the target overwrites it."""
 
-    shift = 1
+    def __call__(self, tokens, *others):
+        return super().__call__((tokens + 1) % self.V, *others)
 
 
 def amid(x: Tensor, fill: float = 1000.0) -> Tensor:

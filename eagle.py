@@ -190,9 +190,9 @@ class EagleHead(Llama):
     def pack_weights(self) -> EagleHead:
         self._pack_layers()
         if self.eagle.has_embedding:
-            self.embed = self.ops.pack_weight(self.embed, self.dtype, "embed")
-        self.fc = self.ops.pack_weight(self.fc, self.dtype, "fc")
-        self.head = self.ops.pack_weight(self.head, self.dtype, "head")
+            self.embed = self.ops.pack_weight(self.embed, self.dtype)
+        self.fc = self.ops.pack_weight(self.fc, self.dtype)
+        self.head = self.ops.pack_weight(self.head, self.dtype)
         return self
 
     def unpacked(self) -> EagleHead:
@@ -273,8 +273,8 @@ class EagleDrafter(BorrowingDrafter):
         self.newest.pop(request, None)
 
     def max_drafts(self, request: Request, wanted: int) -> int:
-        """None without the newest row. Where the target lacks more than the last token, after a
-        preemption, it reads all but that one first, which makes the row."""
+        """No drafts without the newest row. Where the target lacks more than the last token, after
+        a preemption, it reads all but that one first, which makes the row."""
         num_unread = len(request.tokens) - self.cache.length(request.seq)
         will_have_row = request in self.newest or num_unread > 1
         return super().max_drafts(request, wanted) if will_have_row else 0

@@ -13,12 +13,13 @@ over the time of a plain one, by these rules:
     Steps that read a prompt are not measured, nor those that record a CUDA graph.
   - A time is the lower quartile of at least MEASURED rounds (the shortest of 2 or 3). So neither a
     first round, which warms up, nor an interruption sways it.
-  - A γ that was not measured lies on the line through the measured ones, as far as twice the
-    largest of them.
+  - A γ that was not measured lies on the line through the measured ones (without γ = 0, if two
+    others are known), as far as twice the largest of them, and never costs less than a plain round.
   - α is a moving average over all requests, so all have the same γ, and a new text begins with the
     acceptance of those before it.
-  - While γ is 0, drafts are tried again after PATIENCE times the plain rounds that a round with
-    drafts would take. While γ is above 0, a plain round is run as rarely.
+  - While γ is 0, drafts are tried again after PATIENCE · cost plain rounds, where a round with
+    drafts costs as much as `cost` plain ones. While γ is above 0, a plain round is run after
+    PATIENCE rounds with drafts. So tries take less than a hundredth of the time.
 
 γ depends on past rounds and the clock, never on its own round's draws: the distribution of texts
 stays, but a seed may give another text.
@@ -135,9 +136,9 @@ class AutoGamma:
             self._choose_best(batch_size)
 
     def report(self, request: Request) -> Speculation | None:
-        """A text's acceptance, and its speed-up over plain decoding, by the times of its rounds and
-        of plain ones (None: unknown). The first round, which reads the prompt's end, does not
-        count."""
+        """A text's acceptance; its tokens a round, and its speed-up over plain decoding, by the
+        times of its rounds and of plain ones (None: unknown), both without the first round, which
+        reads the prompt's end."""
         rounds = request.rounds[1:]
         if not rounds:
             return None

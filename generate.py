@@ -325,9 +325,9 @@ def load_draft(
 class Engine:
     """A target, a draft, their caches and the batch.
 
-    tokens: how many tokens of all texts together the paged cache is to hold; None: max_batch texts
-    of max_len. options.kv_memory takes precedence, and 80 % of free memory is the most; a request
-    waits until the cache has room for it. UserError; CacheFull if memory is short.
+    tokens: how many tokens of all texts together the paged cache is to hold, in at most 80 % of
+    free memory; None: max_batch texts of max_len. options.kv_memory, if given, decides alone. A
+    request waits until the cache has room for it. UserError; CacheFull if memory is short.
     """
 
     def __init__(

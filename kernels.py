@@ -125,10 +125,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     n = len(q)
     m = len(k)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, tokens, D]
-    if n == m:
+    if n in (1, m):  # one query sees all keys; for n = m both masks are the same
         out = F.scaled_dot_product_attention(q, k, v, is_causal=n > 1, enable_gqa=True)
-    elif n == 1:
-        out = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
     else:
         mask = torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
@@ -146,7 +144,7 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / √(mean x² + ε) · w over the last dimension, computed in at least float32."""
+    """x / √(mean x² + ε), computed in at least float32, · w, over the last dimension."""
     wide = x.float() if x.dtype.itemsize == 2 else x
     mean_square = wide.square().mean(-1, keepdim=True)
     # rsqrt(∞) is 0, which would hide an overflow from `probabilities`: make it NaN.
@@ -193,9 +191,8 @@ class Ops:
             dtype = torch.float32
         return dtype, dtype
 
-    def pack_weight(self, weight: Linear, dtype: torch.dtype, role: str) -> Any:
-        """The weight in the format that `linear` or `embed` reads fastest. dtype: that of x. role:
-        "embed", "head", or the name of a field of `Layer`."""
+    def pack_weight(self, weight: Linear, dtype: torch.dtype) -> Any:
+        """The weight in the format that `linear` or `embed` reads fastest. dtype: that of x."""
         return weight
 
     def empty_kv(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

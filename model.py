@@ -15,7 +15,8 @@ belongs, and `ops` (kernels.py) computes.
   - RMSNorm (Zhang & Sennrich 2019) is x / √(mean x² + ε) · w. The next norm adds x + … itself,
     because both together are one pass over x (`add_norm`).
   - Rotary embeddings (Su et al. 2021) turn the dimension pair (i, i + D/2) of q and k by position ·
-    θ^(−2i/D), so that q · k depends on the distance alone.
+    θ^(−2i/D), so that q · k depends on the distance alone. (The paper's pairs are (2i, 2i + 1). The
+    Hub's checkpoints have the rows of q and k in the order for halves, most GGUFs in the paper's.)
   - Qwen 2.5 adds biases to q, k and v. Qwen 3 has a norm of each head of q and of k, which attend
     applies before it rotates them (`HeadNorm`).
   - In grouped-query attention (Ainslie et al. 2023) H query heads share G key/value heads. SwiGLU
@@ -281,8 +282,8 @@ class Llama:
         use after that."""
         self._pack_layers()
         is_tied = self.head is self.embed
-        self.embed = self.ops.pack_weight(self.embed, self.dtype, "embed")
-        self.head = self.embed if is_tied else self.ops.pack_weight(self.head, self.dtype, "head")
+        self.embed = self.ops.pack_weight(self.embed, self.dtype)
+        self.head = self.embed if is_tied else self.ops.pack_weight(self.head, self.dtype)
         return self
 
     def unpacked(self) -> Llama:
@@ -298,7 +299,7 @@ class Llama:
             linear = getattr(layer, role)
             if role in ROW_PARALLEL and self.group.rank > 0:  # a sum has a bias once
                 linear = linear._replace(bias=None)
-            setattr(layer, role, self.ops.pack_weight(linear, self.dtype, role))
+            setattr(layer, role, self.ops.pack_weight(linear, self.dtype))
             return linear.weight.nbytes
 
         do_each("packing", pack, places, self.device, num_bytes)

@@ -10,9 +10,8 @@ sequences stay until their space is needed. A block's hash here is a serial numb
 the block is cached, and tokens are compared: two different prefixes never have the same hash.
 
   - `open` never finds the whole prompt: at least one token must be computed, for its logits.
-  - A block is cached at its sequence's next `extend`, or at `free`. In a target's cache rejected
-    drafts have been truncated by then. (In a draft model's they may be cached, with the right keys
-    and values, but are rarely found.)
+  - A block is cached at its sequence's next `extend`, or at `free`: rejected drafts have been
+    truncated by then (`commit`), so no block that holds one is ever found.
   - `extend` writes only into a block that no other sequence has, and that `open` finds no more; a
     shared one is copied.
   - `truncate` drops references and writes nothing. `free` releases the tail first, so prefixes stay
@@ -134,15 +133,11 @@ class PagedCache(Cache):
         self.pool = BlockPool(num_blocks)
         self._next_seq = count(1)
 
-    def block_key(self, parent: int, tokens: Sequence[int]) -> BlockKey:
-        """The key by which a full block is found. (This is a method so that a test can make keys
-        whose Python hashes collide.)"""
-        return parent, tuple(tokens)
-
-    def _block_tokens(self, tokens: Sequence[int], i: int) -> Sequence[int]:
-        """All tokens that the keys and values of block i depend on, but for earlier blocks'."""
+    def _block_key(self, parent: int, tokens: Sequence[int], i: int) -> BlockKey:
+        """The key by which a sequence's block i is found: `parent`, the hash of the block before,
+        stands for all earlier tokens. With a lookahead the block depends on the next one, too."""
         S = self.block_size
-        return tokens[i * S : (i + 1) * S + self.lookahead]
+        return parent, tuple(tokens[i * S : (i + 1) * S + self.lookahead])
 
     def blocks_for(self, tokens: int) -> int:
         """The number of blocks that so many tokens fill."""
@@ -166,7 +161,7 @@ class PagedCache(Cache):
         # The last token is always computed (and with a lookahead the one before it).
         num_full = (len(tokens) - 1 - self.lookahead) // self.block_size
         for i in range(num_full):
-            key = self.block_key(parent, self._block_tokens(tokens, i))
+            key = self._block_key(parent, tokens, i)
             block = self.pool.cached.get(key)
             if block is None:
                 return
@@ -215,7 +210,7 @@ class PagedCache(Cache):
         num_full = (len(sequence.tokens) - self.lookahead) // self.block_size
         for i in range(num_done, num_full):
             parent = sequence.block_hashes[-1] if sequence.block_hashes else 0
-            key = self.block_key(parent, self._block_tokens(sequence.tokens, i))
+            key = self._block_key(parent, sequence.tokens, i)
             block_hash = self.pool.cache_block(sequence.block_table[i], key)
             sequence.block_hashes.append(block_hash)
 

@@ -14,7 +14,8 @@ Invariant: the probabilities of all scripts add up to 1. Each text of a wide bat
 script, or `group` texts share one, which gives their joint law. Cost: a script for each possible
 sequence of outcomes, so the models are toys: their texts have a few tokens, out of three.
 
-    B rows, one request each · k drafted tokens · V vocabulary · T tokens of a step · R logits
+    B rows, one request each · k drafted tokens · V vocabulary · T tokens of a step
+    R rows of logits
 """
 
 from __future__ import annotations
@@ -138,9 +139,6 @@ class Toy:
     dtype = torch.float64
     ops = Ops()
     group = Group()
-    # This number is added to the tokens that are stored. A drafter with another shift, in the
-    # target's cache, stores other numbers: the law is right only if the target overwrites them.
-    shift = 0
 
     def __init__(self, V: int = 3, longest: int = 7, seed: int = 0):
         generator = torch.Generator().manual_seed(seed)
@@ -155,7 +153,7 @@ class Toy:
         self.table = logs.clamp(min=-1000)  # e^-1000 is 0, and logits are finite
 
     def code(self, text: Sequence[int]) -> int:
-        """A text's row in the table, for a toy without shift."""
+        """A text's row in the table."""
         return sum((token + 1) * (self.V + 1) ** i for i, token in enumerate(text))
 
     def __call__(
@@ -167,8 +165,7 @@ class Toy:
     ) -> Tensor:
         """The logits after each token, or after the tokens at these indices: int64[T] -> [R, V]."""
         positions = metadata.positions.double()
-        digits = (tokens + self.shift) % self.V + 1
-        counts = (digits * (self.V + 1) ** positions)[:, None, None]  # [T, 1, 1]
+        counts = ((tokens + 1) * (self.V + 1) ** positions)[:, None, None]  # [T, 1, 1]
         zeros = torch.zeros_like(counts)
         qkv = torch.cat((zeros, zeros, counts), dim=1)
         mean = self.ops.attend(qkv, 1, None, metadata, 0).flatten()

@@ -49,7 +49,7 @@ from errors import UserError
 # ---- Grids: x ≈ (q − zero) · scale ---------------------------------------------------------------
 
 
-def symmetric(x: Tensor, steps: int, group: int | None = None) -> tuple[Tensor, Tensor]:
+def symmetric(x: Tensor, steps: int, group: int | None) -> tuple[Tensor, Tensor]:
     """Make grids that reach max|x| in so many steps, one for each group of columns (None: one for
     the row).
 

@@ -4,8 +4,8 @@
 *text*, because a stop string may begin and end inside a token. The end of a text is held back while
 it could begin one: the longest suffix of the text that is a proper prefix of a stop string.
 
-Invariant: a request's tokens are its prompt and all tokens since. No cache holds the last token: it
-was drawn, and the next pass reads it.
+Invariant: a request's tokens are its prompt and all tokens since. No cache holds the last of them:
+the next pass reads it, for its logits.
 """
 
 from __future__ import annotations

@@ -116,7 +116,8 @@ class ModelRunner:
         self.drafter.open(request)
         known = request.tokens
         if request.settings.prompt_logprobs is not None:
-            # Tokens that the cache finds have no logits: only those whose records are there may be.
+            # A token that the cache finds is not computed, and gives no logits: so it may find only
+            # tokens whose records are there.
             known = known[: len(request.prompt_logprobs) + 1]
         try:
             if sibling is None:
@@ -329,7 +330,7 @@ class ModelRunner:
             drafts, known   7 9 | 5 8 3       sources   2 3 | 4 0 1       input ids   5 8 | 3 7 9
         """
         k = round.width - 1
-        num_drafts = len(round.requests) * k  # and padding
+        num_padded = len(round.requests) * k  # drafts, with padding
         known: list[int] = []
         sources: list[int] = []  # [T]
         logits_indices: list[int] = []  # of rounds
@@ -341,7 +342,7 @@ class ModelRunner:
             prompt_indices += [position + shift for position in item.prompt_positions]
             pending = item.request.tokens[item.start : item.stop]
             to_store.append((item.request.seq, pending + [0] * item.num_drafts))
-            first = num_drafts + len(known)
+            first = num_padded + len(known)
             sources += range(first, first + len(pending))
             known += pending
             if item.samples:
@@ -351,7 +352,7 @@ class ModelRunner:
                 b += 1
         device = self.target.device
         tokens = send(known, device)
-        if num_drafts:
+        if num_padded:
             # −1 stands for a draft whose logits were not finite: `check_tokens` raises later.
             drafts = proposal.tokens.flatten().clamp(min=0)
             tokens = torch.cat((drafts, tokens))[send(sources, device)]

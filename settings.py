@@ -85,7 +85,7 @@ class Settings:
             object.__setattr__(self, "choice", checked_texts("choice", self.choice or ""))
         for notation in ("regex", "grammar"):
             if getattr(self, notation) is not None:
-                checked_text(notation, getattr(self, notation))
+                check_text(notation, getattr(self, notation))
         for notation in NOTATIONS:
             check_size(notation, getattr(self, notation) or "")
         self.follows  # UserError if there are several
@@ -109,9 +109,8 @@ class Settings:
 class Options:
     """How an engine makes all of its texts."""
 
-    max_len: int | None = (
-        None  # tokens of the longest text; None: as many as model and memory allow
-    )
+    # Tokens of the longest text; None: as many as model and memory allow.
+    max_len: int | None = None
     max_batch: int = 16  # texts at a time
     # How drafts are verified: as a block or token by token, which keeps the law of the texts; or
     # coupled, which makes each text depend on target and seed alone.
@@ -226,8 +225,7 @@ def checked_schema(schema: Any) -> str:
     refuse_setting("schema", schema, f'a JSON object, such as {{"type": "object"}} ({wrong})')
 
 
-def checked_text(notation: str, text: Any) -> str:
+def check_text(notation: str, text: Any) -> None:
     """UserError unless it is a text, not empty, that UTF-8 can spell."""
-    if isinstance(text, str) and text and not re.search("[\ud800-\udfff]", text):
-        return text
-    refuse_setting(notation, text, "a text that is not empty")
+    if not isinstance(text, str) or not text or re.search("[\ud800-\udfff]", text):
+        refuse_setting(notation, text, "a text that is not empty")

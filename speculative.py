@@ -283,7 +283,7 @@ class Round:
         """The value of a sampling setting for each request."""
         return [getattr(request.settings, name) for request in self.requests]
 
-    def draft(
+    def pick_drafts(
         self,
         j: int,
         logits: Tensor,

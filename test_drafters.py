@@ -20,7 +20,7 @@ from kvcache import CacheFull, KVCache, KVSpec
 from model import Llama
 from paged import PagedCache
 from proof import Toy, Walk, distance, enumerate_law
-from quant import WIDTHS, dequantize, quantize
+from quant import WIDTHS, quantize
 from request import Request, Settings
 from runner import ModelRunner, ScheduledRequest
 from sampling import probabilities
@@ -250,7 +250,7 @@ def test_int4_copy_has_the_targets_layers_in_4_bits_and_shares_the_rest(base, sm
         if "norm" in name or not name.startswith("model.layers"):
             assert torch.equal(tensors[name], target.named_tensors()[name])
         else:
-            tensor.copy_(dequantize(*quantize(tensor.float(), 4, 128)))
+            tensor.copy_(quantize(tensor.float(), 4, 128).dequantize())
     text = torch.arange(1, 40)
     assert torch.allclose(copy(text), plain(text), atol=1e-9)
     assert not torch.allclose(copy(text), target(text), atol=1e-2)

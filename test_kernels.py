@@ -24,7 +24,7 @@ from kernels import HeadNorm, Linear, Ops, attention, rotate, rotated
 from kvcache import AttentionMetadata, Cache, SequenceSlice, Store
 from model import Llama
 from paged import PagedCache
-from quant import FORMATS, KEY_GROUP, Bits, Quantized, dequantize, quantize, spread
+from quant import FORMATS, KEY_GROUP, Bits, Quantized, quantize, spread
 from request import Request, Settings
 from sampling import TEXT, Keyed, accept_role, draft_role, mix, probabilities, uniform
 from settings import SETTINGS
@@ -209,7 +209,7 @@ def laid_out(w: torch.Tensor, layout: int | str, group: int) -> torch.Tensor | Q
 
 def stands_for(w: torch.Tensor | Quantized, x: torch.Tensor) -> Tensors:
     """The numbers of W, of x as W multiplies it, and of the sum of their sizes: float64."""
-    wide = w.double() if isinstance(w, torch.Tensor) else dequantize(*w, dtype=torch.float64)
+    wide = w.double() if isinstance(w, torch.Tensor) else w.dequantize(torch.float64)
     if isinstance(w, Quantized) and w.input_bits == 8:
         values, scale = FORMATS[w.bits].round(x)
         x = values.double() * scale.double()
@@ -369,7 +369,7 @@ class Contract:
             bias = None if seed % 5 == 4 else torch.randn(N).to(dtype)
             wide, x_read, size = stands_for(stored, x)
             shift = torch.zeros(N, dtype=torch.float64) if bias is None else bias.double()
-            packed = self.ops.pack_weight(Linear(stored, bias), dtype, "embed")
+            packed = self.ops.pack_weight(Linear(stored, bias), dtype)
             if x_read.equal(x.double()) or dtype != torch.float64:  # scales of x are float32's
                 wanted = x_read @ wide.T + shift
                 size = size + shift.abs() + self.more_size(stored, x_read, wide)
@@ -748,7 +748,7 @@ class Contract:
             w = torch.randn(5, 8, dtype=stored)
             x = torch.randn(3, 8, dtype=dtype)
             kept = w.to(self.ops.dtypes([stored], dtype)[1])
-            y = self.ops.linear(x, self.ops.pack_weight(Linear(kept), dtype, "o"))
+            y = self.ops.linear(x, self.ops.pack_weight(Linear(kept), dtype))
             wide = w.to(dtype).double()
             size = x.double().abs() @ wide.abs().T
             assert y.dtype == dtype

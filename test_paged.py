@@ -55,7 +55,8 @@ class PagedMachine(RuleBasedStateMachine):
     @initialize(collide=st.booleans())
     def plant_collisions(self, collide):
         if collide:
-            self.cache.block_key = lambda parent, tokens: Colliding((parent, tuple(tokens)))
+            key = self.cache._block_key
+            self.cache._block_key = lambda *where: Colliding(key(*where))
 
     def state(self):
         pool = self.cache.pool

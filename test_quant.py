@@ -83,7 +83,7 @@ def of_columns(x: torch.Tensor, q: quant.Quantized) -> torch.Tensor:
 def test_weights_are_within_half_a_step_of_a_tight_scale(kind, N, K, bits, group, seed):
     w = numbers(kind, N, K, seed)
     q = quantize(w, bits, group)
-    back = dequantize(*q)
+    back = q.dequantize()
     M = 1 if bits == 8 else -(-K // group)
     assert back.shape == w.shape and back.dtype == torch.float32 and q.scale.shape == (N, M)
     assert steps_between(w, back, of_columns(q.scale, q)) <= 0.5 * (1 + 1e-3)
@@ -118,7 +118,7 @@ def test_fp8_and_nf4_round_to_the_nearest_code(kind, N, K, bits, group, seed):
     codes = E4M3[E4M3.isfinite()] if bits == "fp8" else nf4().double()
     q = quantize(w.float(), bits, group)
     scale = of_columns(q.scale, q).double()
-    back = dequantize(*q).double()
+    back = q.dequantize().double()
     best = ((w / scale)[..., None] - codes).abs().amin(-1) * scale
     assert back.isfinite().all()
     assert ((w - back).abs() <= best + 1e-6 * (w.abs() + scale)).all()
@@ -137,7 +137,7 @@ def test_numbers_on_a_grid_stay():
     for begin in (-15, -7, 0, 100, -1000):
         every = torch.arange(begin, begin + 16.0)[None].repeat(1, 2) * 0.125
         q = quantize(every, 4, 16)
-        assert torch.equal(dequantize(*q), every)
+        assert torch.equal(q.dequantize(), every)
         assert unpack4(q.values)[0, :16].tolist() == [*range(16)]
 
 
@@ -169,19 +169,19 @@ def test_slabs_and_dtypes_change_nothing(monkeypatch):
         q = quantize(w.float(), bits, 32)
         for dtype in (torch.bfloat16, torch.float64):
             same = quantize(w.to(dtype), bits, 32)
-            assert torch.equal(dequantize(*q), dequantize(*same))
-            assert dequantize(*same, dtype=dtype).dtype == dtype
+            assert torch.equal(q.dequantize(), same.dequantize())
+            assert same.dequantize(dtype).dtype == dtype
         with monkeypatch.context() as patch:
             patch.setattr(quant, "SLAB", 80)
             slabs = quantize(w, bits, 32)
-        assert torch.equal(dequantize(*q), dequantize(*slabs)) and q[4:] == slabs[4:]
-        assert torch.equal(q.rows(torch.tensor([3, 0])).dequantize(), dequantize(*q)[[3, 0]])
+        assert torch.equal(q.dequantize(), slabs.dequantize()) and q[4:] == slabs[4:]
+        assert torch.equal(q.rows(torch.tensor([3, 0])).dequantize(), q.dequantize()[[3, 0]])
 
 
 def test_columns_in_another_order():
     q = quantize(numbers("plain", 3, 40, 0), 4, 8)
     order = torch.randperm(40, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(dequantize(*q._replace(order=order))[:, order], dequantize(*q))
+    assert torch.equal(q._replace(order=order).dequantize()[:, order], q.dequantize())
 
 
 def test_unknown_bits_and_numbers_that_are_not_finite_are_refused():

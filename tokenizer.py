@@ -85,12 +85,12 @@ class ByteLevelBPE:
                 continue
             if self.missing_bytes:
                 word = word.translate(None, self.missing_bytes)
+            if not word:  # tiktoken panics on b"", and on a missing byte
+                continue
+            merge = self._bpe._encode_single_piece
             if len(word) > LONG_PIECE:
-                ids += [
-                    self._ids[rank] for rank in self._bpe._encode_bytes(word)
-                ]  # without the GIL
-            elif word:  # tiktoken panics on b"", and on a missing byte
-                ids += [self._ids[rank] for rank in self._bpe._encode_single_piece(word)]
+                merge = self._bpe._encode_bytes  # without the GIL
+            ids += [self._ids[rank] for rank in merge(word)]
         return ids
 
 
@@ -252,7 +252,7 @@ class Tokenizer:
             return text.removeprefix(" ")
         return text
 
-    def incremental_decoder(self, continues: bool = True) -> IncrementalDecoder:
+    def incremental_decoder(self, continues: bool = False) -> IncrementalDecoder:
         """`decode`, token by token."""
         return IncrementalDecoder(self, self._vocabulary.strips and not continues)
 

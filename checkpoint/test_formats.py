@@ -20,7 +20,7 @@ from checkpoint.layouts import load_quantization
 from conftest import SMALL, told, write_tokenizer
 from errors import UserError
 from model import Llama
-from quant import dequantize, nf4
+from quant import nf4
 
 TABLE = [  # NF4's, as published
     float(number)
@@ -386,12 +386,11 @@ def test_inputs_of_8_bits(tmp_path, layout, inputs, strategy):
         if layout == "int-quantized"
         else x.abs() / 16 + most / 448 / 2**10 * 1.02
     )
-    loss = (llama.ops.linear(x, w) - x @ dequantize(*w.weight, dtype=torch.float64).T).abs()
+    loss = (llama.ops.linear(x, w) - x @ w.weight.dequantize(torch.float64).T).abs()
     assert (
         0 < loss.max()
         and (
-            loss
-            <= error.expand_as(x) @ dequantize(*w.weight, dtype=torch.float64).abs().T * (1 + 1e-6)
+            loss <= error.expand_as(x) @ w.weight.dequantize(torch.float64).abs().T * (1 + 1e-6)
         ).all()
     )
     fast = Llama.load(tmp_path, "cpu")

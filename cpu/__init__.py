@@ -67,7 +67,7 @@ class CPU(Ops):
 
     # ---- Weights
 
-    def pack_weight(self, weight: Linear, dtype: torch.dtype, role: str) -> native.Weight | Linear:
+    def pack_weight(self, weight: Linear, dtype: torch.dtype) -> native.Weight | Linear:
         if native.multiplies(weight.weight, dtype):
             return native.Weight.of(weight)
         return weight

@@ -100,7 +100,7 @@ def products(ops: Ops) -> Iterator[Trial]:
     tokens = torch.arange(N)
     row_of = torch.cat([torch.arange(T) for T in ROWS])  # the row of x that each result is of
     for name, weight in weights().items():
-        packed = ops.pack_weight(Linear(weight, bias), x.dtype, "embed")
+        packed = ops.pack_weight(Linear(weight, bias), x.dtype)
         plain = PLAIN.embed(tokens, Linear(weight), x.dtype).float()  # all of W
         rows = ops.embed(tokens[-3:], packed, x.dtype)
         yield Trial(f"look-up (weights: {name})", rows, plain[-3:])
@@ -119,7 +119,7 @@ def between_products(ops: Ops) -> Iterator[Trial]:
         wanted = PLAIN.add_norm(x, delta, x[0], 1e-5)
         yield Trial("RMSNorm", torch.cat(result), torch.cat(wanted))
     gate_up = Linear(waves(2 * K, 2 * D))
-    packed = ops.pack_weight(gate_up, x.dtype, "gate_up")
+    packed = ops.pack_weight(gate_up, x.dtype)
     yield Trial("SwiGLU", ops.swiglu(x, packed), PLAIN.swiglu(x, gate_up))
 
 

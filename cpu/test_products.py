@@ -14,7 +14,7 @@ import torch
 from cpu import CPU, native
 from cpu.compiled import cpu_features
 from kernels import Linear
-from quant import Quantized, dequantize, quantize
+from quant import Quantized, quantize
 from test_kernels import LAYOUTS, laid_out, stands_for
 
 needs_c = pytest.mark.skipif(native.library() is None, reason=f"no C here: {native.why_not()}")
@@ -42,7 +42,7 @@ def digest() -> str:
     for layout in LAYOUTS:
         w, _ = stored(torch.randn(70, 300), layout)
         if is_whole(w):
-            weight = CPU().pack_weight(Linear(w, torch.randn(70)), torch.float32, "o")
+            weight = CPU().pack_weight(Linear(w, torch.randn(70)), torch.float32)
             for T in (1, 3, 5, 17, 40):
                 bits.update(CPU().linear(x[:T], weight).numpy().tobytes())
     return bits.hexdigest()
@@ -92,7 +92,7 @@ def test_the_error_of_a_product_has_one_bound(layout):
     for K, N in ((33, 17), (576, 40)):
         for number in numbers:
             w, W = stored(number((N, K)), layout)
-            weight = CPU().pack_weight(Linear(w), torch.float32, "o")
+            weight = CPU().pack_weight(Linear(w), torch.float32)
             assert type(weight) is native.Weight
             x = number((70, 2 * K))[:, ::2]
             _, seen_x, _ = stands_for(w, x)
@@ -137,7 +137,7 @@ def test_products_by_whole_numbers_have_the_same_bits_on_every_cpu(tmp_path):
 def test_nan_of_x_is_in_its_row_alone():
     for layout in LAYOUTS[:-2]:
         w, _ = stored(torch.randn(20, 100), layout)
-        weight = CPU().pack_weight(Linear(w), torch.float32, "o")
+        weight = CPU().pack_weight(Linear(w), torch.float32)
         for T in (1, 2, 7, 40):
             x = torch.ones(T, 100)
             for wrong in (torch.nan, torch.inf):
@@ -151,7 +151,7 @@ def test_nan_of_fp8_is_in_its_row_alone(compiler):
     """NaN in E4M3, of either sign, in one row of W."""
     q = quantize(torch.randn(20, 100), "fp8")
     q.values.view(torch.uint8)[[3, 4], [7, 99]] = torch.tensor([0x7F, 0xFF], dtype=torch.uint8)
-    weight = CPU().pack_weight(Linear(q), torch.float32, "embed")
+    weight = CPU().pack_weight(Linear(q), torch.float32)
     for T in (1, 7, 40):
         y = CPU().linear(torch.randn(T, 100), weight)
         assert y.isnan().any(0).nonzero().flatten().tolist() == [3, 4]
@@ -167,7 +167,7 @@ def test_weights_are_in_memory_once_and_rows_can_be_looked_up():
     for layout in LAYOUTS:
         for dtype in (torch.float32, torch.bfloat16):
             w, W = stored(torch.randn(N, K, dtype=dtype if layout == 16 else None), layout)
-            weight = CPU().pack_weight(Linear(w), dtype, "embed")
+            weight = CPU().pack_weight(Linear(w), dtype)
             rows = CPU().embed(indices, weight, dtype)
             assert rows.dtype == dtype and torch.equal(rows, W[indices].to(dtype))
             packed = sum(x.nbytes for x in weight.tensors.values() if x is not None)
@@ -188,7 +188,7 @@ def test_what_c_cannot_multiply_stays_as_it_is(compiler):
         (w.half(), torch.float16),
     ):
         linear = Linear(weight)
-        assert CPU().pack_weight(linear, dtype, "o") is linear
+        assert CPU().pack_weight(linear, dtype) is linear
 
 
 def test_plain_weights_have_gradients_when_they_are_asked_for():
@@ -240,9 +240,9 @@ def test_a_zero_that_all_groups_share_is_not_read():
             columns=K,
             group=group,
         )
-        weight = CPU().pack_weight(Linear(q), torch.float32, "o")
+        weight = CPU().pack_weight(Linear(q), torch.float32)
         assert (weight.zero is None) == (abs(zero) <= 255)
-        W = dequantize(*q, dtype=torch.float64)
+        W = q.dequantize(torch.float64)
         size = x.double().abs() @ W.abs().T
         bound = 2e-5 * size + rounding_of_x(q, x, W)
         for T in (1, 3, 6, 70):

@@ -97,7 +97,7 @@ class GPU(Ops):
     ) -> tuple[torch.dtype, torch.dtype]:
         return super().dtypes(stored, asked or stored[0])
 
-    def pack_weight(self, weight: Linear, dtype: torch.dtype, role: str) -> Linear:
+    def pack_weight(self, weight: Linear, dtype: torch.dtype) -> Linear:
         w = weight.weight
         if isinstance(w, Quantized) and w.input_bits == 8:  # torch wants float32 scales
             return weight._replace(weight=w._replace(scale=w.scale.float()))

@@ -16,7 +16,7 @@ from gpu import GPU, fused, in_order, products
 from gpu.products import DTYPES, Stored, fits_kernel, stored_product
 from gpu.tuning import FEW, ROWS, plan_product
 from kernels import Linear, Ops
-from quant import FORMATS, Quantized, dequantize, quantize, rounded_product
+from quant import FORMATS, Quantized, quantize, rounded_product
 from test_kernels import LAYOUTS, laid_out, stands_for
 
 pytestmark = [
@@ -135,7 +135,7 @@ def test_whole_numbers_add_up_exactly(bits, group, zeros, T, dtype):
         x[0, -1] = -x[0, :-1].sum()
     bias = torch.randint(-99, 100, (N,)).to(dtype)
     y = multiply(x, q, bias)
-    wanted = (x.double() @ dequantize(*q).double().T + bias.double()).to(dtype)
+    wanted = (x.double() @ q.dequantize().double().T + bias.double()).to(dtype)
     cut_off = 2.0**-7 if dtype == torch.bfloat16 else 0  # by the interpreter
     torch.testing.assert_close(y.cpu(), wanted, rtol=cut_off, atol=0)
 
@@ -144,7 +144,7 @@ def test_the_largest_fp8_scale():
     """The largest float32 becomes 448 times a scale that is rounded up, but not beyond float32."""
     most = torch.finfo(torch.float32).max
     q = quantize(torch.tensor([[448.0, *[0.5] * 30, -448.0], [-most, *[1e37] * 30, most]]), "fp8")
-    wanted = dequantize(*q)
+    wanted = q.dequantize()
     assert wanted[0, 0] == 448 and most * 0.9 < wanted[1, 31] <= most
     for T in (1, FEW + 1, ROWS + 1):
         x = torch.eye(32)[:1].repeat(T, 1)

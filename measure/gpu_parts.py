@@ -250,6 +250,6 @@ def product_call(scale: Scale, way: str, rows: int, ops: Ops | None = None) -> K
         weight = quantize(weight, layout.bits, layout.group)
         weight = weight._replace(input_bits=layout.activations)
     ops = ops or ops_for(scale.device)
-    packed = ops.pack_weight(Linear(weight), scale.dtype, "gate_up")
+    packed = ops.pack_weight(Linear(weight), scale.dtype)
     x = random_numbers(scale, rows, K)
     return partial(ops.linear, x, packed), weight.nbytes

@@ -348,7 +348,7 @@ def packed(llama: Llama, layer: Layer) -> Layer:
     """The layer with its products in the format that this machine multiplies fastest."""
     weights = {}
     for name in PRODUCTS:
-        weights[name] = llama.ops.pack_weight(getattr(layer, name), llama.dtype, name)
+        weights[name] = llama.ops.pack_weight(getattr(layer, name), llama.dtype)
     return replace(layer, **weights)
 
 

@@ -11,7 +11,7 @@ from conftest import ROOT, SMALL
 from errors import UserError
 from kernels import Linear
 from model import Layer, Llama
-from quant import Quantized, dequantize, quantize, rounded_product, unpack4
+from quant import Quantized, quantize, rounded_product, unpack4
 from tokenizer import Tokenizer
 from train import calibrate
 from train.calibrate import (
@@ -111,7 +111,7 @@ def test_no_row_is_worse_than_rounding(N, K, bits, group, T, seed, kind):
         x[:, ::2] = 0
     h = 2 * x.T @ x
     found, rounded = (
-        w - dequantize(*q) for q in (gptq(w, h, bits, group), quantize(w, bits, group))
+        w - q.dequantize() for q in (gptq(w, h, bits, group), quantize(w, bits, group))
     )
     assert found.isfinite().all() and (errors(found, h) <= errors(rounded, h)).all()
 
@@ -177,7 +177,7 @@ def test_errors_are_those_of_the_output():
 def test_a_loss_that_is_told_is_that_of_the_weights_or_of_the_output():
     x, w = inputs(50, 8, 0, torch.float32), weight(3, 8, 0, torch.float32)
     small = Linear(quantize(w, 4, 8))
-    off = w - dequantize(*small.weight)
+    off = w - small.weight.dequantize()
     for hessian, told in (
         (None, off.norm() / w.norm()),
         (2 * x.T @ x, (x @ off.T).norm() / (x @ w.T).norm()),
@@ -221,7 +221,7 @@ def test_awq_is_never_worse_than_rounding(N, K, bits, seed, kind):
     h = 2 * x.T @ x
     s = awq(w, h, x.abs().mean(0), bits, 32)
     assert s.shape == (K,) and s.isfinite().all() and (s > 0).all()
-    scaled, rounded = dequantize(*quantize(w * s, bits, 32)) / s, dequantize(*quantize(w, bits, 32))
+    scaled, rounded = quantize(w * s, bits, 32).dequantize() / s, quantize(w, bits, 32).dequantize()
     assert errors(w - scaled, h).sum() <= errors(w - rounded, h).sum()
 
 
@@ -234,7 +234,7 @@ def test_awq_spares_the_channels_that_are_large():
     h = 2 * x.T @ x
     s = awq(w, h, x.abs().mean(0), 4, 64)
     assert s[3] > 2 * s[4] and s[40] > 2 * s[41]
-    scaled, rounded = dequantize(*quantize(w * s, 4, 64)) / s, dequantize(*quantize(w, 4, 64))
+    scaled, rounded = quantize(w * s, 4, 64).dequantize() / s, quantize(w, 4, 64).dequantize()
     assert errors(w - scaled, h).sum() < 0.5 * errors(w - rounded, h).sum()
 
 

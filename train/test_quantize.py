@@ -28,7 +28,7 @@ def rounded(folder: Path, how: Quantization) -> Llama:
         bits = how.head_bits if "embed" in name or "lm_head" in name else how.bits
         if tensor.ndim == 2 and bits != 16:
             q = quant.quantize(tensor, bits, how.group)
-            tensor.copy_(quant.dequantize(*q, dtype=torch.float64))
+            tensor.copy_(q.dequantize(torch.float64))
     return llama
 
 
@@ -284,7 +284,7 @@ def test_sizes_and_errors_are_told_the_worst_first(base, tmp_path, capsys, metho
     told = [float(share.rstrip("%")) / 100 for share, _ in rows]
     assert told == sorted(told, reverse=True) and len(told) == 4 * len(Llama.load(base).layers)
     plain = Llama.load(base, "cpu", torch.float32, trainable=True).layers[0].down.weight
-    error = quant.dequantize(*quant.quantize(plain, 4, 32)) - plain
+    error = quant.quantize(plain, 4, 32).dequantize() - plain
     if method == "rtn":
         loss = (error.norm() / plain.norm()).item()
         assert told[[name for _, name in rows].index("layer 1 down")] == pytest.approx(
