@@ -4,6 +4,7 @@ Invariant: a command changes the conversation, or says why not; it never ends th
 """
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from app.launch import rank
 from app.shell import new_file, say
+from checkpoint.chat import replace_surrogates
 from checkpoint.generation import GenerationConfig
 from errors import UserError, nearest
 from request import Message, Settings
@@ -103,7 +105,7 @@ class Conversation:
         messages = self.messages
         if self.system is not None:
             messages = [{"role": "system", "content": self.system}, *messages]
-        with new_file(Path(name).expanduser()) as file:
+        with new_file(Path(os.path.expanduser(name))) as file:
             text = json.dumps(messages, ensure_ascii=False, indent=1)
-            file.write_text(text + "\n", encoding="utf-8")
+            file.write_text(replace_surrogates(text) + "\n", encoding="utf-8")
         say(f"{name} has {len(messages)} messages")

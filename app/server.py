@@ -128,7 +128,8 @@ class Application:
         if exchange.path not in self.routes:
             raise HttpError(404, f"there is no {brief(exchange.path, 100)} here")
         method, handler = self.routes[exchange.path]
-        if exchange.method not in (method, "HEAD"):
+        allowed = (method, "HEAD") if method == "GET" else (method,)
+        if exchange.method not in allowed:
             raise HttpError(405, f"{exchange.path} is for {method}", headers={"allow": method})
         await handler(exchange)
 
@@ -231,7 +232,7 @@ class Application:
 
     async def _write_snapshots(self, exchange: Exchange) -> None:
         await exchange.start_events({})
-        while not self.batch.refusal:
+        while exchange.method == "GET" and not self.batch.refusal:  # HEAD wants the headers alone
             picture = await self.batch.ask(self.take_picture)
             await exchange.write_event(picture)
             await asyncio.sleep(SNAPSHOT_SECONDS)
@@ -245,6 +246,10 @@ class Application:
     # ---- Texts
 
     async def make_texts(self, exchange: Exchange, is_chat: bool) -> None:
+        if "upgrade" in exchange.headers.get("connection", "").lower():  # uvicorn drops the body
+            offered = brief(repr(exchange.headers.get("upgrade", "")), 100)
+            rule = "speak HTTP/1.1 (in Java: HttpClient.Version.HTTP_1_1)"
+            raise HttpError(400, f"Upgrade: {offered} is not done here: {rule}")
         self.batch.check_room(1)
         size = int(exchange.headers.get("content-length", MAX_BODY))
         async with nullcontext() if size <= SMALL_BODY else self.bodies:
@@ -373,9 +378,10 @@ def listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=1024)
-    except OSError as error:
+    except (OSError, TypeError) as error:  # TypeError: the name is not UTF-8
+        why = getattr(error, "strerror", None) or error
         raise UserError(
-            f"nothing can listen on {host}, port {port}: {brief(error.strerror or error)}; "
+            f"nothing can listen on {host}, port {port}: {brief(why)}; "
             "choose another --port or --host"
         ) from None
 

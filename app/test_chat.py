@@ -121,7 +121,14 @@ def test_a_command_that_cannot_be_obeyed_changes_nothing(tmp_path):
         ("/system be brief", "needs a chat template"),
         ("/save", "needs the name of a file"),
         (f"/save {Path(tmp_path, 'none', 'x')}", "cannot be written"),
+        ("/save ~no-such-user/x", "~no-such-user/x is not a file, or cannot be written"),
     ):
         with pytest.raises(UserError, match=says):
             talk.obey(typed)
     assert talk == Conversation(False, None, [{"role": "user", "content": "a"}])
+
+
+def test_a_chat_is_saved_whatever_was_typed(tmp_path):
+    talk = Conversation(True, "a\udcff")
+    talk.obey(f"/save {tmp_path / 'chat'}")
+    assert json.loads((tmp_path / "chat").read_text()) == [{"role": "system", "content": "a\ufffd"}]

@@ -595,6 +595,12 @@ def test_other_paths_and_methods():
         assert status == 405 and headers["allow"] == "POST"
         status, _, headers = await ask(app, "OPTIONS", COMPLETE)
         assert status == 405 and not any("access-control" in name for name in headers)
+        status, _, headers = await ask(app, "HEAD", COMPLETE, GREEDY)
+        assert status == 405 and headers["allow"] == "POST"
+        assert (await ask(app, "HEAD", "/state"))[0] == 200  # and it ends
+        offer = [("connection", "Upgrade, HTTP2-Settings"), ("upgrade", "h2c")]
+        status, error = await refused(app, COMPLETE, b"", offer)
+        assert status == 400 and error["message"].startswith("Upgrade: 'h2c' is not done here")
         status, text, headers = await ask(app, "GET", "/")
         assert status == 200 and text.startswith("<!doctype html>")
         status, text, _ = await ask(app, "GET", "/health")
@@ -1150,6 +1156,7 @@ def test_mistakes_are_one_line(monkeypatch, capsys):
         (["--allow-origin", "http://a:80"], "--allow-origin is 'http://a:80'"),
         (["--allow-origin", "https://[::1]:443"], "--allow-origin is 'https://[::1]:443'"),
         (["--tensor-parallel", "2"], "a server is one process"),
+        (["--host", "\udcff"], "nothing can listen on"),
         (["--host", "no.such.host.invalid"], "nothing can listen on no.such.host.invalid"),
         (["--prompts", "x"], "unrecognized arguments"),
         (["--target", "none"], "'none' is neither"),

@@ -102,10 +102,10 @@ class Config:
     def __post_init__(self) -> None:
         H = self.num_attention_heads
         G = self.num_key_value_heads
-        if H % G or self.head_dim % 2:
+        if H % G or self.head_dim % 2 or not self.head_dim:
             raise UserError(
                 f"num_attention_heads {H} must be a multiple of num_key_value_heads {G}, and "
-                f"head_dim {self.head_dim} even: rotary embeddings turn pairs"
+                f"head_dim {self.head_dim} even, and above 0: rotary embeddings turn pairs"
             )
         scaling = self.rope_scaling or {}
         if scaling.get("low_freq_factor", 0) >= scaling.get("high_freq_factor", 1):

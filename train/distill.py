@@ -306,6 +306,8 @@ def student_tokenizer(
     elif not (out / "tokenizer.json").exists():
         say(f"learning {args.vocab} tokens from {len(stories):,} stories")
         bpe.save_tokenizer(out, bpe.learn(stories, args.vocab - 1))
+    else:
+        say(f"{out} has a tokenizer already: --vocab is not looked at")
     tokenizer = Tokenizer.load(out)
     if bpe.END in tokenizer.specials:
         return tokenizer, tokenizer.specials[bpe.END]
@@ -346,15 +348,14 @@ def distill(args: argparse.Namespace) -> None:
             "with --own above 0"
         )
     args.device = find_device(args.device)
+    target = None
+    if args.target is not None:
+        target = Llama.load(args.target, args.device, torch.float32, trainable=True)
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     train_stories, held_out_stories = hold_out(stories)
     tokenizer, end = student_tokenizer(args, out, train_stories)
-    target = None
-    vocab_size = tokenizer.vocab_size
-    if args.target is not None:
-        target = Llama.load(args.target, args.device, torch.float32, trainable=True)
-        vocab_size = target.config.vocab_size
+    vocab_size = target.config.vocab_size if target else tokenizer.vocab_size
     student = new_student(args, vocab_size, end)
     if target is not None and student.config.vocab_size != vocab_size:
         raise UserError(
@@ -461,6 +462,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     args = p.parse_args(arguments)
     if args.from_scratch and (args.target or args.start):
         p.error("--from-scratch takes neither --target nor --from")
+    if args.start:
+        p.unused(args, "vocab layers width mlp heads", "with --from, which has them")
+    if not args.from_scratch:
+        p.unused(args, "vocab", "but with --from-scratch: a student has its target's")
+    if args.from_scratch or (args.start and not args.target):
+        p.unused(args, "own tales overlap", "without a --target")
     if args.target is None and args.start is None and not args.from_scratch:
         args.target = "tiny"
     return args

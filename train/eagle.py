@@ -67,7 +67,7 @@ from request import Request, Settings
 from settings import Options
 from train.bpe import write_json
 from train.distill import Hyperparameters, Training, count, make_optimizers, share
-from train.stories import hold_out
+from train.stories import hold_out, read_file
 
 DECAY = 0.8  # of the loss, from one unrolled step to the next
 
@@ -86,12 +86,17 @@ def requests_for(model: Model, args: argparse.Namespace) -> list[Request]:
         return [Request(start, replace(chosen, seed=i), ends) for i in range(args.texts)]
     requests = []
     options = Options(max_len=args.length)
-    with args.data.open(encoding="utf-8") as lines:
-        for line in read_requests(lines, model, chosen, options, None, None, lambda _: None):
-            if line.error is not None:
-                problem = str(line.error).replace("--max-len", "--length")  # its name here
-                raise UserError(f"{args.data}, line {line.number}: {problem}")
-            requests.append(line.request)
+
+    def check(request: Request) -> None:
+        if request.settings.stop:
+            raise UserError("stop is not done here: leave it out")
+
+    lines = read_file(str(args.data)).split("\n")
+    for line in read_requests(lines, model, chosen, options, None, None, check):
+        if line.error is not None:
+            problem = str(line.error).replace("--max-len", "--length")  # its name here
+            raise UserError(f"{args.data}, line {line.number}: {problem}")
+        requests.append(line.request)
     return requests[: args.texts]
 
 
@@ -260,9 +265,10 @@ def losses(
         log_q = logits.float().log_softmax(-1)
         p = wanted.softmax(-1)
         entropy = -(p * log_q).sum(-1)
-        entropies.append(entropy.mean())
+        num_rows = max(1, len(entropy))  # texts that end early may have none
+        entropies.append(entropy.sum() / num_rows)
         overlap = torch.minimum(wanted.exp(), log_q.exp())
-        alphas.append(overlap.sum(-1).mean())
+        alphas.append(overlap.sum() / num_rows)
     return entropies, alphas
 
 
@@ -375,8 +381,6 @@ def save_head(head: EagleHead, folder: Path, target: str) -> None:
 
 def train(args: argparse.Namespace) -> None:
     """Let the target tell its texts; make the head, train, evaluate, save."""
-    out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
     device = find_device(args.device)
     if args.autocast:
         stored, _ = open_checkpoint(find_model(args.target))
@@ -392,6 +396,8 @@ def train(args: argparse.Namespace) -> None:
             f"{len(requests)} texts are too few for a batch of {args.batch}, where every tenth is "
             f"held out: give {10 * args.batch} (--texts, and lines of --data), or a smaller --batch"
         )
+    out = Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
     told = tell_texts(model, requests, out / "texts.jsonl", args.length)
     texts = [Text(text, request.num_prompt_tokens) for text, request in zip(told, requests)]
     if not args.data and not model.tokenizer.prompt(""):

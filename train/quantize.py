@@ -152,6 +152,8 @@ def parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
             "with --table, which measures them all",
         )
         return args
+    if not (FORMATS[args.bits].group or args.head_bits == 4):
+        p.unused(args, "group", "without 4 bits, in the layers or in the head")
     if args.method == "rtn":
         p.unused(args, "data", "with --method rtn, which looks at no text")
     elif args.data is None:

@@ -298,6 +298,7 @@ def test_bad_flags_are_one_line(
         (["--target", "nobody-has-this"], "neither a folder"),
         ([*scratch, stories, "--vocab", "200"], "at least 256"),
         ([*scratch, stories, "--length", "100000"], "too short"),
+        ([*scratch, stories, "--vocab", "270", "--width", "1"], "head_dim 0 even, and above 0"),
         ([*start, "--kv-heads", "3"], "divisor of 2"),
         ([*start, "--target", other, "--length", "16"], "share its target's vocabulary"),
         (["--steps", "0"], "--steps"),
@@ -306,6 +307,9 @@ def test_bad_flags_are_one_line(
         (["--layers", "x"], "--layers"),
         (["--seed", "9" * 18], "--seed"),
         (["--from-scratch", "--target", "tiny"], "--from-scratch takes neither"),
+        (["--from", "tiny", "--layers", "7"], "--layers has no use with --from"),
+        (["--target", "tiny", "--vocab", "300"], "--vocab has no use but with --from-scratch"),
+        (["--from-scratch", "--tales", "3"], "--tales has no use without a --target"),
     ]
     for i, (flags, says) in enumerate(cases):
         try:

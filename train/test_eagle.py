@@ -3,6 +3,7 @@
 import json
 from contextlib import nullcontext
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -76,6 +77,9 @@ def test_the_loss_is_of_the_targets_own_next_token_and_ignores_padding():
                 wanted.append((entropy, torch.minimum(p[t + 1 + s], q).sum()))
         entropy, alpha = torch.tensor(wanted).mean(0)
         assert abs(entropies[s] - entropy) < 1e-6 and abs(alphas[s] - alpha) < 1e-6
+    (short,) = batches([Text([1, 2, 3], 0)], 1)
+    entropies, alphas = losses(head, short, 5)  # the last drafts are not of the text
+    assert torch.stack(entropies + alphas).isfinite().all() and entropies[-1] == 0
 
 
 def training(**recipe) -> HeadTraining:
@@ -214,6 +218,15 @@ def test_texts_that_are_told_are_on_the_disk_at_once(base, tmp_path, monkeypatch
     requests = [Request([1], Settings(1.0, seed=i, max_tokens=3 * i)) for i in range(1, 4)]
     eagle.tell_texts(Model.load(base), requests, file, 12)
     assert kept == [1, 2, 3]
+
+
+@pytest.mark.parametrize("line", [b'{"prompt": "a\xff"}', b'{"prompt": "a", "stop": "b"}'])
+def test_data_that_cannot_be_told_is_refused(base, tmp_path, capsys, line):
+    (tmp_path / "data").write_bytes(line)
+    command = ["--target", base, "--data", tmp_path / "data", "--out", tmp_path / "head"]
+    assert eagle.main([*map(str, command)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert not (tmp_path / "head").exists()
 
 
 def test_autocast_refuses_quantized_weights_before_texts_are_told(base, tmp_path, capsys):

@@ -235,6 +235,7 @@ def test_bad_flags_are_one_line(small, tmp_path, capsys):
         ([plain], "give either --out"),
         ([plain, *out, "--table", __file__], "give either --out"),
         ([plain, "--bits", "4", "--table", __file__], "--bits has no use with --table"),
+        ([plain, *out, "--bits", "8", "--group", "32"], "--group has no use without 4 bits"),
         ([plain, *out, "--data", __file__], "--data has no use with --method rtn"),
         ([plain, *out, "--method", "gptq"], "gptq looks at text: give some with --data FILE"),
         ([plain, "--out", small], "exists and is not an empty folder"),
