@@ -370,6 +370,9 @@ def check_server_flags(args: argparse.Namespace) -> None:
         raise UserError(f"--grace is {args.grace}: it must be from 0 to {MAX_GRACE} seconds")
     if args.api_key == "":
         raise UserError("--api-key is empty: name a key, or leave it out")
+    for name, key in (("--api-key", args.api_key), (KEY_VARIABLE, os.environ.get(KEY_VARIABLE))):
+        if key and key != key.strip():
+            raise UserError(f"{name} begins or ends with a space, which no header can: take it out")
     for origin in args.allow_origin:
         if not re.fullmatch(ORIGIN, origin):
             raise UserError(

@@ -1156,6 +1156,7 @@ def test_mistakes_are_one_line(monkeypatch, capsys):
         (["--allow-origin", "http://a:80"], "--allow-origin is 'http://a:80'"),
         (["--allow-origin", "https://[::1]:443"], "--allow-origin is 'https://[::1]:443'"),
         (["--tensor-parallel", "2"], "a server is one process"),
+        (["--api-key", "a\n"], "--api-key begins or ends with a space"),
         (["--host", "\udcff"], "nothing can listen on"),
         (["--host", "no.such.host.invalid"], "nothing can listen on no.such.host.invalid"),
         (["--prompts", "x"], "unrecognized arguments"),

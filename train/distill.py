@@ -362,6 +362,9 @@ def distill(args: argparse.Namespace) -> None:
             f"{args.start} has {student.config.vocab_size} tokens and {args.target} {vocab_size}: "
             "a draft must share its target's vocabulary"
         )
+    longest = student.config.max_position_embeddings
+    if args.length >= longest:
+        raise UserError(f"--length is {args.length}: it must be below {longest} positions")
     text = None
     sampled = None
     if stories:
