@@ -138,7 +138,15 @@ def tokenizer_model(**changed: int | bytes) -> bytes:
     for id, text in enumerate(vocabulary()):
         piece = field(1, text.encode()) + field(2, float(-id)) + field(3, kinds.get(text, 1))
         message += field(1, piece)
-    trainer: dict[str, Any] = {"t3": 2, "t35": 1, "t40": 0, "t41": 1, "t42": 2, "t43": 2**64 - 1}
+    trainer: dict[str, Any] = {
+        "t3": 2,
+        "t24": 0,
+        "t35": 1,
+        "t40": 0,
+        "t41": 1,
+        "t42": 2,
+        "t43": 2**64 - 1,
+    }
     normalizer: dict[str, Any] = {"n1": b"identity", "n2": b"", "n3": 1, "n4": 0, "n5": 1}
     for number, names in ((2, trainer), (3, normalizer)):
         names |= {name: value for name, value in changed.items() if name in names}
@@ -350,7 +358,7 @@ REFUSED_TOP: list[tuple[dict[str, Any], str]] = [
     (dict(normalizer={"type": "NFC"}), "NFC"),
     (dict(pre_tokenizer={"type": "Whitespace"}), "Whitespace"),
     (metaspace(replacement="_"), "Metaspace"),
-    (metaspace(replacement=SPACE, prepend_scheme="x"), "not laid out"),
+    (metaspace(replacement=SPACE, prepend_scheme="x"), "or Metaspace"),
     (dict(decoder={"type": "ByteLevel"}), "ByteLevel"),
     (dict(decoder=None), "its decoder is null"),
     (dict(post_processor={"type": "BertProcessing"}), "BertProcessing"),
@@ -361,6 +369,7 @@ REFUSED_MODEL: list[tuple[bytes, str]] = [
     (tokenizer_model(n2=b"map"), "rewrites a text"),
     (tokenizer_model(n4=1), "rewrites a text"),
     (tokenizer_model(n5=0), "rewrites a text"),
+    (tokenizer_model(t24=1), "rewrites a text"),
     (tokenizer_model() + field(1, field(1, b"the") + field(3, 1)), "there twice"),
     (tokenizer_model() + field(1, field(1, b"zz") + field(3, 5)), "unused"),
     (tokenizer_model()[:-1], "cut off"),

@@ -71,7 +71,7 @@ ESCAPE = r"\\[pP]\{\w+\}|\\[sSnrt]|\\\W"
 CHARACTER_CLASS = rf"\[\^?(?:{ESCAPE}|[^\\\[\]&]|&(?!&))+\]"
 PLAIN_SYNTAX = rf"(?:{ESCAPE}|{CHARACTER_CLASS}|\(\?(?:i?:|<?[=!])|\}}(?!\+)|[^\\\[\](^}}])*"
 
-REFUSED_SETTINGS = (  # of a tokenizer.json: they change tokens, and are not honoured
+REFUSED_SETTINGS = (  # of a tokenizer.json's model: they change tokens, and are not honoured
     "byte_fallback",
     "dropout",
     "continuing_subword_prefix",
@@ -180,15 +180,11 @@ def read_split(file: Path, step: Json) -> Split:
         case {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}:
             return compile_split(file, pattern)  # `invert` has no effect here
         case {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Removed"} if inverted:
-            return matches_of(compile_split(file, pattern))
+            split = compile_split(file, pattern)  # the text between its matches is left out
+            return lambda text, deadline: split(text, deadline)[1::2]
     wrong = f"the pre_tokenizer has a step {json.dumps(step)}"
     rule = "Digits, Punctuation (Isolated, Contiguous), Split (by a Regex: Isolated, or Removed and"
     reject(file, wrong, f"supported are {rule} inverted), and ByteLevel")
-
-
-def matches_of(split: Split) -> Split:
-    """A step that keeps what the pattern of another matches, and leaves out the text between."""
-    return lambda text, deadline: split(text, deadline)[1::2]
 
 
 def split_of_letters(split: Split) -> Split:
@@ -247,8 +243,7 @@ def check_model(file: Path, data: Json) -> None:
     """UserError for another kind of tokenizer, or a setting that is not honoured."""
     model = data["model"]
     decoder = data.get("decoder") or {}
-    settings = data | model
-    odd = {name: settings[name] for name in REFUSED_SETTINGS if settings.get(name)}
+    odd = {name: model[name] for name in REFUSED_SETTINGS if model.get(name)}
     if steps_of(data.get("normalizer"), "normalizers") not in ([], [NFC]):
         odd["normalizer"] = data["normalizer"]
     if alphabet().keys() - model["vocab"].keys() and model.get("unk_token"):

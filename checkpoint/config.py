@@ -172,8 +172,7 @@ class Config:
             longest = number(present, "max_position_embeddings")
             present["max_position_embeddings"] = min(longest, window)
         rope = rope_settings(present)
-        of_mlx = data.get("quantization")
-        quantization = data.get("quantization_config", of_mlx)
+        quantization = data.get("quantization_config", data.get("quantization"))  # or MLX's
         return cls(
             **{name: number(defaults | present, name) for name in LARGEST},
             **{name: bool(data.get(name)) for name in FLAGS},
@@ -240,7 +239,7 @@ def rope_settings(present: Json) -> Json:
 
 def parse_rope_scaling(rope: Json) -> Json | None:
     """The rope_type and its numbers; None for unscaled embeddings."""
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = rope.get("rope_type", "default")
     check_setting("rope_type", kind, *ROPE_NUMBERS)
     check_setting("partial_rotary_factor", rope.get("partial_rotary_factor", 1), 1, 1.0)
     if kind == "default":

@@ -7,7 +7,8 @@ ours of them (`convert`). Its `to_dict` is the `quantization_config` again.
   - `Quantization` is quant.py's: the folder holds the model's own tensors.
   - Other programs' (layouts.py) store a matrix in tensors of other shapes.
 
-Invariant: a number is read as it is stored, never rounded. (A scale becomes a float32.)
+Invariant: a number is read as it is stored, never rounded. (Another program's scale becomes a
+float32; ours stays a bfloat16.)
 
     N rows, K columns, M groups of a row that share a scale
 """
@@ -91,7 +92,7 @@ def empty_matrix(
     K: int,
     bits: Kind,
     group: int,
-    device: torch.device | str = "cpu",
+    device: torch.device | str,
     scale: torch.dtype = torch.bfloat16,
     zero: torch.dtype | None = None,
 ) -> Quantized:
@@ -227,7 +228,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Quantization(Layout):
-    """quant.py's layout. group: in 4 bits; None: as many as is usual."""
+    """quant.py's layout. group: in 4 bits and NF4; None: 128, in NF4 64."""
 
     head_bits: int = 8
     scale: torch.dtype = torch.bfloat16

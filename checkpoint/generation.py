@@ -5,7 +5,8 @@ The file holds sampling settings, the tokens that end a text, and the switch `do
 project does not have (a repetition penalty, beams) is never dropped in silence: `unsupported` names
 it, and the caller says so.
 
-Not covered: lengths (max_new_tokens), which are the user's.
+Not covered: lengths (max_new_tokens), which are the user's; a top_k of 50 where the file names
+none, which is a default of transformers and no maker's.
 """
 
 from __future__ import annotations

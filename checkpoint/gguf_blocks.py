@@ -20,8 +20,8 @@ Invariant: q and scale are the stored numbers; they are never rounded again. (A 
 so it is rounded to float32. It may be large or fractional, and a scale may be negative.) A group of
 scale 0 is a constant c: q = 0, zero = −1, scale = c.
 
-Cost: N K bytes for q, and about three times that for a moment: large matrices come in slabs of
-rows. Not covered: how to quantize, and types of fewer bits (Q2_K, Q3_K, the IQ types).
+Cost: N K bytes for q, and up to five times that while a matrix is unpacked. Not covered: how to
+quantize, and types of fewer bits (Q2_K, Q3_K, the IQ types).
 
     N rows, K columns, M groups of a row · B blocks of a row, G groups of a block
 """

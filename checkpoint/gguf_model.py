@@ -183,6 +183,7 @@ def config_json(gguf: GGUF) -> Json:
         "model_type": model_type,
         "sliding_window": window,
         "use_sliding_window": window is not None and model_type != "mistral",
+        "is_causal": setting(gguf, "attention.causal"),
         "vocab_size": embedding.shape[0],
         "rope_scaling": {"rope_type": kind, "factor": factor} if is_scaled else None,
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
@@ -242,7 +243,8 @@ class BlockLayout(Layout):
         has_products = any(type.endswith("_K") for type in types)  # of scales
         zero = None
         if any(form.zeros for form in forms):
-            zero = torch.int16 if types == {"Q4_0"} else torch.float32  # Q4_0's are all 8
+            # Q4_0's are 8, or −1 where a scale is 0.
+            zero = torch.int16 if types == {"Q4_0"} else torch.float32
         return empty_matrix(
             N,
             K,

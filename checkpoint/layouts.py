@@ -2,7 +2,7 @@
 
 W is [N, K], with M groups of columns in a row, and w = (q − zero) · scale of its group; in NF4
 w = table[q] · scale. A word is an int32 of 32 / b numbers of b bits, the first in the lowest bits.
-Words pack rows (along) or columns (down).
+A word holds neighbours of a row of its tensor (along) or of a column (down).
 
     gptq                qweight, words down [K b/32, N]; qzeros, words along [M, N b/32];
                         scales [M, N]; g_idx [K], the group of each column. Zeros are lowered by 1,
@@ -31,7 +31,7 @@ Not covered: inputs with stored (static) scales; 2 and 3 bits; an odd number of 
 FP8 in blocks of rows; FP4; bitsandbytes' INT8; Marlin and GEMV; folders in which some layers are
 not quantized. A new layout is a class with `parse`, `tensors` and `convert`, and a line in
 `load_quantization`.
-GPTQ: Frantar et al. 2023 (arXiv:2210.17323). AWQ: Lin et al. 2024 (2306.00978). NF4: Dettmers et
+GPTQ: Frantar et al. 2023 (arXiv:2210.17323). AWQ: Lin et al. 2023 (2306.00978). NF4: Dettmers et
 al. 2023 (2305.14314).
 """
 

@@ -6,7 +6,8 @@ Everything that can be wrong with a folder's names, shapes, dtypes and size is s
 asked for: both `meta` models below have shapes and no numbers. A weight is rounded to fewer bits,
 where --bits asks for it, on the device that it goes to.
 
-Cost: the peak of memory is the model and a tensor of each thread (progress.py).
+Cost: the peak of memory is the model and a tensor of each thread (progress.py); of a GGUF, what
+unpacking it takes, too (gguf_blocks.py).
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ def check_tensors(checkpoint: Checkpoint, weights: Weights, config: Config) -> N
 
 
 def expected_headers(
-    checkpoint: Checkpoint, weights: Weights, layout: Layout | None = None
+    checkpoint: Checkpoint, weights: Weights, layout: Layout | None
 ) -> dict[str, Header]:
     """The tensors that the folder must hold for these weights."""
     expected = {}
@@ -164,7 +165,7 @@ def expected_headers(
 
 
 def read_weights(
-    checkpoint: Checkpoint, weights: Weights, layout: Layout | None = None
+    checkpoint: Checkpoint, weights: Weights, layout: Layout | None
 ) -> Iterator[tuple[str, Tensor | Quantized]]:
     """(name, numbers) of one weight after the other. UserError for numbers that make no sense."""
     orders = dict[int, Tensor]()  # of each product's columns: q, k and v share one

@@ -79,8 +79,8 @@ def read_sentencepiece_json(file: Path, data: Json, config: Json) -> Vocabulary:
     """data: the file's; config: tokenizer_config.json's. UserError for settings that change tokens
     and are not honoured."""
     model = data["model"]
-    odd = {name: model[name] for name in ("dropout", "ignore_merges") if model.get(name)}
-    odd |= {name: model[name] for name in model if name.endswith("fix") and model[name]}
+    refused = ("dropout", "ignore_merges", "continuing_subword_prefix", "end_of_word_suffix")
+    odd = {name: model[name] for name in refused if model.get(name)}
     if model.get("type", "BPE") != "BPE":
         odd["type"] = model["type"]
     if odd:
@@ -108,8 +108,8 @@ def read_space(file: Path, normalizer: Json | None, pre_tokenizer: Json | None) 
         case {"type": "Metaspace", "replacement": "▁"} if not normalizers:
             has_prefix = pre_tokenizer.get("add_prefix_space", True)
             scheme = pre_tokenizer.get("prepend_scheme", "always" if has_prefix else "never")
-            SCHEMES.index(scheme)
-            return Space(scheme, False, pre_tokenizer.get("split", True))
+            if scheme in SCHEMES:
+                return Space(scheme, False, pre_tokenizer.get("split", True))
     wrong = json.dumps({"normalizer": normalizer, "pre_tokenizer": pre_tokenizer})
     reject(file, f"it says {wrong}", "supported are Prepend and Replace, or Metaspace")
 
@@ -169,7 +169,7 @@ RANK = re.compile(rb"[A-Za-z0-9+/]+=* \d+\n")  # a line of tiktoken's: a token i
 # Fields of a tokenizer.model, by their numbers.
 PIECES, TRAINER, NORMALIZER = range(1, 4)
 TEXT, SCORE, KIND = range(1, 4)  # of a piece
-MODEL_TYPE = 3  # of the trainer
+MODEL_TYPE, SPACE_BEHIND = 3, 24  # of the trainer; the latter: words end with their ▁
 IDS = {"unk_token": (40, 0), "bos_token": (41, 1), "eos_token": (42, 2)}  # and their defaults
 CHARSMAP, ADDS_SPACE, REMOVES_SPACES, ESCAPES_SPACES = range(2, 6)  # of the normalizer
 
@@ -202,7 +202,7 @@ def read_sentencepiece_model(file: Path, config: Json) -> Vocabulary:
     if model_type != BPE:
         reject(file, f"its model_type is {model_type}", "only BPE (2) is supported")
     rewrites = last(normalizer, CHARSMAP, b"") or last(normalizer, REMOVES_SPACES, 1)
-    if rewrites or not last(normalizer, ESCAPES_SPACES, 1):
+    if rewrites or not last(normalizer, ESCAPES_SPACES, 1) or last(trainer, SPACE_BEHIND, 0):
         reject(file, "it rewrites a text before merging", "a tokenizer.json does as well")
     if any(piece.kind == UNUSED for piece in pieces):
         reject(file, "it has unused pieces", "a tokenizer.json does as well")

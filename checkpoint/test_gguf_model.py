@@ -392,6 +392,7 @@ REFUSED: list[tuple[dict[str, bytes], str]] = [
     ({"llama.rope.dimension_count": number("I", 16)}, "rope.dimension_count is 16"),
     ({"llama.rope.scaling.type": string("yarn")}, "rope_type is 'yarn'"),
     ({"llama.attention.value_length": number("I", 16)}, "attention.value_length is 16"),
+    ({"llama.attention.causal": number("?", False)}, "is_causal is False"),
 ]
 
 

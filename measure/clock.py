@@ -37,9 +37,9 @@ def in_turns(runs: Sequence[Callable[[], Any]], turns: int) -> list[list[Any]]:
     return results
 
 
-def ratio(times: Sequence[float], others: Sequence[float]) -> float:
-    """A median over turns."""
-    return median(a / b for a, b in zip(times, others))
+def ratio(figures: Sequence[float], others: Sequence[float]) -> float:
+    """The median over turns of figure / other."""
+    return median(a / b for a, b in zip(figures, others))
 
 
 def read_bandwidth(megabytes: int = 512, device: torch.device | str = "cpu") -> float:

@@ -9,7 +9,6 @@ Invariant: at temperature 0 all texts of a prompt are the plain one, but for wha
 `same texts` counts them.
 """
 
-import json
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -20,11 +19,12 @@ from typing import Any
 
 import torch
 
+from checkpoint.files import parse_json, read_bounded
 from errors import UserError
 from generate import Draft, Engine, Model, load_draft
 from measure.effort import Effort
 from measure.serving import serve_at_once
-from measure.steps import label
+from measure.steps import WIDTHS, label
 from quant import Kind
 from request import Request, Settings
 from settings import Options
@@ -32,7 +32,6 @@ from speculative import Proposal, Round
 
 Row = dict[str, Any]
 Key = tuple[str, str, float, int | None]  # target, draft, temperature, γ
-WIDTHS = {"float32": 16, "INT8": 8, "INT4": 4}
 MOST = 4  # positions of a round whose acceptance is told
 
 
@@ -62,16 +61,21 @@ class Told:
 
 
 def prompts_of(file: Path) -> list[str]:
-    """The prompts of JSON lines {"prompt": "…"}."""
+    """The prompts of JSON lines {"prompt": "…"}. (Settings are not done here: all runs have the
+    same.)"""
     prompts = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(read_bounded(file).splitlines(), 1):
         try:
-            prompt = json.loads(line)["prompt"]
-            if not isinstance(prompt, str):
-                raise TypeError
-            prompts.append(prompt)
-        except (ValueError, KeyError, TypeError):
-            raise UserError(f'{file}, line {number}: it must be like {{"prompt": "…"}}') from None
+            fields = parse_json(line)
+        except (ValueError, RecursionError):
+            fields = None
+        match fields:
+            case {"prompt": str(prompt), **others} if not others:
+                prompts.append(prompt)
+            case _:
+                raise UserError(
+                    f'{file}, line {number}: it must be like {{"prompt": "…"}}, no more'
+                )
     if not prompts:
         raise UserError(f"{file} has no prompts: name another file")
     return prompts

@@ -47,7 +47,6 @@ class Effort:
     gammas: tuple[int, ...] = (2, 4, 6)  # of each draft
     num_tokens: int = 128  # new tokens of a text that measures a γ
     openings: tuple[str, ...] = OPENINGS
-    num_short: int = 24  # short requests of the mixed load
     num_mixed: int = 96  # texts that measure the waste of memory
     num_stories: int = 24  # that calibrate 4-bit weights; three times as many are measured
     methods: tuple[str, ...] = ("rtn", "gptq")  # how weights are quantized to 4 bits
@@ -60,7 +59,6 @@ QUICK = Effort(
     gammas=(2,),
     num_tokens=12,
     openings=OPENINGS[:1],
-    num_short=2,
     num_mixed=6,
     num_stories=2,
     methods=("rtn",),

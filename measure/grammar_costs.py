@@ -68,6 +68,10 @@ def grammar_costs(effort: Effort, target: str = "tiny") -> Rows:
     while masked.running:
         seconds = seconds_of(masked.step)
         shares.append(1 - seconds_of(free.step) / seconds)
-    row = {"target": label(target), "vocab_size": vocabulary.vocab_size}
-    row |= {"first_mask": first_mask, "share": median(shares)}
+    row = {
+        "target": label(target),
+        "vocab_size": vocabulary.vocab_size,
+        "first_mask": first_mask,
+        "share": median(shares),
+    }
     return {label(target): row}

@@ -39,7 +39,7 @@ def mixed_requests(count: int) -> list[Request]:
 
 
 class BlankModel:
-    """Stands in for a model where only its cache matters: all tokens are as probable."""
+    """Stands in for a model where only its cache matters: all tokens are equally probable."""
 
     device = torch.device("cpu")
     dtype = torch.float32

@@ -119,18 +119,16 @@ def bits(effort: Effort) -> list[Row]:
     texts = stories[count:]
     wanted = recipes(effort.methods, (32, 128))
     with redirect_stdout(io.StringIO()):
-        measured = table("tiny", texts, stories[:count], wanted, author=llama)
-    rows = []
-    for row in measured:
-        rows.append(
-            {
-                "weights": recipe_label(row.how),
-                "kv": row.width,
-                "bytes": row.bytes,
-                "kv_bytes": row.token,
-                "perplexity": row.perplexity,
-                "loss": row.perplexity / measured[0].perplexity - 1,
-                "tokens": sum(map(len, texts)),
-            }
-        )
-    return rows
+        measured = table("tiny", texts, stories[:count], wanted, "cpu", llama)
+    return [
+        {
+            "weights": recipe_label(row.how),
+            "kv": row.width,
+            "bytes": row.bytes,
+            "kv_bytes": row.token,
+            "perplexity": row.perplexity,
+            "loss": row.perplexity / measured[0].perplexity - 1,
+            "tokens": sum(map(len, texts)),
+        }
+        for row in measured
+    ]

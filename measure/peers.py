@@ -173,7 +173,7 @@ def llama_cpp(gguf: str) -> Contestant:
 
 def stored_width(gguf: str) -> str:
     """Of a GGUF, by its name: q8_0, say."""
-    return Path(gguf).stem.replace("-", ".").split(".")[-1]
+    return Path(gguf).stem.lower().replace("-", ".").split(".")[-1]
 
 
 # ---- The comparison ------------------------------------------------------------------------------

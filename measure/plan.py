@@ -9,7 +9,8 @@ step takes as long as the slower of two things, reading and computing (the *roof
     seconds = max(bytes read / bandwidth, operations / rate)
 
     bytes read    the weights, and the keys and values of all texts in the step
-    operations    2 for each weight and token; 4 · H · D for each query and key that meet
+    operations    2 for each weight and token; in each layer 4 · H · D for each token, and each
+                  that it looks back at
 
 So no program on these GPUs is faster. Of a draft the plan tells its bytes, and the seconds of a
 drafted token in steps of the target.
@@ -137,8 +138,8 @@ class Plan:
             )
 
     def step_seconds(self, tokens: int, stored: int, pairs: int, num_logits: int) -> float:
-        """By the roofline, a step of new tokens that reads `stored` tokens' keys and values; in
-        `pairs` a query and a key meet."""
+        """By the roofline, a step of new tokens that reads `stored` tokens' keys and values.
+        pairs: of a token, and one that it looks back at."""
         c = self.shard.config
         plain = without_numbers(replace(c, quantization=None))
         num_weights = weight_bytes(plain, read=True) // plain.dtype.itemsize

@@ -218,12 +218,8 @@ def sections(results: Results, names: Sequence[str] = ()) -> list[Section]:
 
 def markdown(section: Section) -> str:
     rule = ["---"] + ["---:"] * (len(section.headers) - 1)
-    rows = [table_line(row) for row in (section.headers, rule, *section.rows)]
+    rows = [f"| {' | '.join(row)} |" for row in (section.headers, rule, *section.rows)]
     return "\n".join([f"**{section.title}**", "", *rows, ""])
-
-
-def table_line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def machine_line(results: Results) -> str:

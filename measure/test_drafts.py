@@ -54,8 +54,12 @@ def test_every_draft_is_measured_at_both_temperatures_in_all_widths(tmp_path):
         names = drafts.drafts(effort, "tiny", ["tiny-eagle"], file, 4)
     assert [call.kwargs for call in load.call_args_list] == [{"bits": 4}] * 3
     assert len(names) == 12 and all(", tiny-eagle, --draft-bits 4, T " in name for name in names)
-    file.write_text('{"prompt": "a"}\n{"text": "b"}\n')
-    with pytest.raises(UserError, match="line 2"):
+    for line in ('{"prompt": "b", "seed": 1}', '{"prompt": 1}', "{"):
+        file.write_text('{"prompt": "a"}\n' + line)
+        with pytest.raises(UserError, match="line 2"):
+            drafts.prompts_of(file)
+    file.write_bytes(b'{"prompt": "\xff"}')
+    with pytest.raises(UserError, match="is not UTF-8"):
         drafts.prompts_of(file)
     file.write_text("")
     with pytest.raises(UserError, match="no prompts"):

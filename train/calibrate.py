@@ -6,7 +6,8 @@ What counts is not |W − Q| but the error of the output, for the inputs X [T, K
 
 H is the Hessian of each row. Heads that look for nothing attend to the first token of a text, an
 attention sink: an error of its key or value reaches every token, which a mean over tokens does not
-see. So in H a text's first token counts as SINK times all its tokens.
+see. So in H a text's first token counts for SINK times as many tokens as the text has, beside
+itself.
 
   - GPTQ rounds one column after the other, and after each moves the columns that are not rounded
     yet, to compensate its error. With the upper Cholesky factor U of H⁻¹ (UᵀU = H⁻¹), the best move
@@ -36,7 +37,7 @@ than by rounding to nearest. Cost: two passes over the text, and some (K + N) K�
 product. Not covered: AWQ's clipping.
 
 GPTQ: Frantar et al. 2023 (arXiv:2210.17323), with the update of OBQ (2208.11580). AWQ: Lin et al.
-2023 (2306.00978). SmoothQuant: Xiao et al. 2022 (2211.10438), with one a for all products.
+2023 (2306.00978). SmoothQuant: Xiao et al. 2022 (2211.10438); there all products have one a.
 Attention sinks: Xiao et al. 2023 (2309.17453).
 
     W: [N, K] · X: [T, K] inputs of T calibration tokens · H: [K, K]
@@ -426,11 +427,8 @@ def quantize_model(
     result = copy(llama)
     result.config = llama.config.quantized(how)
     result.layers = []
-    bar = progress_bar(range(len(llama.layers)), "quantizing", unit="layer")
-    inputs = []
-    if calibrated:
-        inputs = [first_input(llama, text) for text in texts]
-    for i in bar:
+    inputs = [first_input(llama, text) for text in texts] if calibrated else []
+    for i in progress_bar(range(len(llama.layers)), "quantizing", unit="layer"):
         layer = llama.layers.pop(0)
         moments = observe(llama, layer, inputs) if calibrated else {}
         if "awq" in how.method or how.method == "smoothquant":

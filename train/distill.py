@@ -311,7 +311,13 @@ def student_tokenizer(
     tokenizer = Tokenizer.load(out)
     if bpe.END in tokenizer.specials:
         return tokenizer, tokenizer.specials[bpe.END]
-    return tokenizer, Config.load(find_folder(name)).eos_token_ids[0]
+    ends = Config.load(find_folder(name)).eos_token_ids if name else ()
+    if not ends:
+        raise UserError(
+            f"{name or out} names no token that ends a text: its tokenizer needs {bpe.END}, or its "
+            "config.json an eos_token_id"
+        )
+    return tokenizer, ends[0]
 
 
 def new_student(args: argparse.Namespace, vocab_size: int, end: int) -> Llama:
@@ -344,8 +350,8 @@ def distill(args: argparse.Namespace) -> None:
     samples = args.target is not None and args.own > 0
     if not stories and not samples:
         raise UserError(
-            "there is no text to learn from: give some with --data, or let a --target tell texts, "
-            "with --own above 0"
+            "there is no text to learn from: give some with --data, or name a --target, which "
+            "tells texts"
         )
     args.device = find_device(args.device)
     target = None
@@ -362,7 +368,8 @@ def distill(args: argparse.Namespace) -> None:
             f"{args.start} has {student.config.vocab_size} tokens and {args.target} {vocab_size}: "
             "a draft must share its target's vocabulary"
         )
-    longest = student.config.max_position_embeddings
+    models = (student, target or student)
+    longest = min(model.config.max_position_embeddings for model in models)
     if args.length >= longest:
         raise UserError(f"--length is {args.length}: it must be below {longest} positions")
     text = None
@@ -441,7 +448,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--device", metavar="NAME", help="default: a GPU if there is one")
     counts = [
-        ("--seed", 1, "of everything random (1)"),
+        ("--seed", 1, "of the first weights, and of the texts that the target tells (1)"),
         ("--vocab", 4096, "tokens of a new vocabulary (4096)"),
         ("--layers", 1, "num_hidden_layers (1)"),
         ("--width", 128, "hidden_size (128)"),
@@ -473,6 +480,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         p.unused(args, "own tales overlap", "without a --target")
     if args.target is None and args.start is None and not args.from_scratch:
         args.target = "tiny"
+    if args.target and not args.data:
+        p.unused(args, "own", "without --data: all texts are the target's")
+    if args.own == 0:
+        p.unused(args, "tales", "with --own 0")
+    if args.start and not args.target:
+        p.unused(args, "seed", "with --from and without a --target")
     return args
 
 

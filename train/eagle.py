@@ -88,8 +88,9 @@ def requests_for(model: Model, args: argparse.Namespace) -> list[Request]:
     options = Options(max_len=args.length)
 
     def check(request: Request) -> None:
-        if request.settings.stop:
-            raise UserError("stop is not done here: leave it out")
+        for name in ("stop", "logprobs", "prompt_logprobs"):
+            if getattr(request.settings, name) not in ((), None):
+                raise UserError(f"{name} is not done here: leave it out")
 
     lines = read_file(str(args.data)).split("\n")
     for line in read_requests(lines, model, chosen, options, None, None, check):

@@ -263,12 +263,13 @@ def test_what_is_measured_on_is_not_what_is_learned_from(
     measured: list[Corpus] = []
     monkeypatch.setattr(Training, "run", lambda run, checkpoint: runs.append(run))
     monkeypatch.setattr(distill, "evaluate", lambda _, text, __: measured.append(text) or {})
-    shares = ["--own", "0.3", "--decay", "0.2", "--overlap", "0.1"]
-    data = [] if tells else ["--data", stories]
+    shares = ["--decay", "0.2", "--overlap", "0.1"]
+    data = [] if tells else ["--data", stories, "--own", "0.3"]
     command = ["--target", str(base), "--out", str(tmp_path / "out"), "--tales", "4", *data]
     assert distill.main([*command, *SIZES, *SHAPE, *shares]) == 0
     (run,) = runs
-    assert run.recipe == Hyperparameters(batch=2, length=16, sampled=0.3, decay=0.2, overlap=0.1)
+    own = 0.5 if tells else 0.3
+    assert run.recipe == Hyperparameters(batch=2, length=16, sampled=own, decay=0.2, overlap=0.1)
     assert run.student.config.vocab_size == 261  # the target's: its tokenizer has fewer tokens
 
     def texts(corpus: Corpus | None) -> set[bytes]:
@@ -287,11 +288,19 @@ def test_bad_flags_are_one_line(
     tmp_path: Path, stories: str, base: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = str(write_model(tmp_path / "other", vocab_size=270))
+    endless = str(write_model(tmp_path / "endless", eos_token_ids=()))
+    for file in Path(endless).glob("tokenizer*"):
+        file.write_text(file.read_text().replace(bpe.END, "<|other|>"))
+    short = str(write_model(tmp_path / "short", max_position_embeddings=32))
     scratch = ["--from-scratch", "--data"]
     start = ["--from", str(base), "--data", stories]
     cases = [
         (["--from-scratch"], "no text to learn from"),
-        (["--target", "tiny", "--own", "0"], "no text to learn from"),
+        (["--own", "0.3"], "--own has no use without --data"),
+        (["--data", "x", "--own", "0", "--tales", "3"], "--tales has no use with --own 0"),
+        ([*start, "--seed", "2"], "--seed has no use with --from"),
+        (["--target", endless], "names no token that ends a text"),
+        (["--target", short, "--length", "32"], "must be below 32 positions"),
         ([*scratch, "nowhere.txt"], "No such file"),
         ([*scratch, __file__], "stories; at least 10"),
         ([*scratch, stories, "--device", "tpu"], "device 'tpu'"),

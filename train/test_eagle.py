@@ -220,7 +220,15 @@ def test_texts_that_are_told_are_on_the_disk_at_once(base, tmp_path, monkeypatch
     assert kept == [1, 2, 3]
 
 
-@pytest.mark.parametrize("line", [b'{"prompt": "a\xff"}', b'{"prompt": "a", "stop": "b"}'])
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"prompt": "a\xff"}',
+        b'{"prompt": "a", "stop": "b"}',
+        b'{"prompt": "a", "logprobs": 0}',
+        b'{"prompt": "a", "prompt_logprobs": 2}',
+    ],
+)
 def test_data_that_cannot_be_told_is_refused(base, tmp_path, capsys, line):
     (tmp_path / "data").write_bytes(line)
     command = ["--target", base, "--data", tmp_path / "data", "--out", tmp_path / "head"]
