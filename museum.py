@@ -157,7 +157,7 @@ def right_grammar_law() -> Law:
 
 
 def batch(**chosen: Any) -> list[Request]:
-    """Requests for eight texts, of which some begin alike."""
+    """Requests for sixteen texts, of which some begin alike."""
     prompts = [[0, i % 2, 0, i % 3] for i in range(16)]
     requests = ask(prompts, max_tokens=6, logprobs=0, **chosen)
     for request in requests[::2]:  # their prompts are read, though they are cached

@@ -21,7 +21,7 @@ from conftest import Place, amid, model_chain, poison, program, random_llama
 from drafters import fastest_draft
 from flash import Flash, triton
 from kernels import HeadNorm, Linear, Ops, attention, rotate, rotated
-from kvcache import AttentionMetadata, Cache, SequenceSlice, Store
+from kvcache import AttentionMetadata, Cache, KVSpec, SequenceSlice, Store
 from model import Llama
 from paged import PagedCache
 from quant import FORMATS, KEY_GROUP, Bits, Quantized, quantize, spread
@@ -378,6 +378,20 @@ class Contract:
                     self.check_swiglu(self.ops.swiglu(x, packed), wanted, dtype, size)
             rows = torch.randperm(N)
             self.close(self.ops.embed(rows, packed, dtype), wide[rows], dtype, wide[rows].abs())
+
+    def test_what_is_not_finite_is_seen(self):
+        large = torch.full((1, 8), 1e20)  # its square is not finite
+        assert self.ops.add_norm(large, None, torch.ones(8), 1e-5)[1].isnan().all()
+        w = quantize(torch.randn(32, 32), 8)._replace(input_bits=8)
+        packed = self.ops.pack_weight(Linear(w), torch.float32)
+        for bits, bad, head in product(((8, 4), (4, 8)), (math.nan, math.inf), (1, 2)):
+            assert self.ops.linear(torch.full((1, 32), bad), packed).isnan().all()
+            cache = PagedCache(KVSpec(1, 1, 32, bits=bits), 1, ops=self.ops)
+            seq, _ = cache.open(())
+            qkv = torch.randn(2, 3, 32)  # a head of q, one of k, one of v
+            qkv[0, head, 5] = bad
+            out = self.ops.attend(qkv, 1, None, cache.extend([(seq, [0, 0])]), 0)
+            assert not out.isfinite().any(), (bits, bad, head)
 
     def test_between_the_products(self):
         @self.check(

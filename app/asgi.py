@@ -19,6 +19,7 @@ from typing import Any
 MAX_BODY = 2**22  # bytes
 MAX_DISCARDED = 2**28  # bytes of a body that is too long
 PATIENCE = 60.0  # seconds
+PART = 2**16  # bytes of an answer that are given to the network at a time
 
 Headers = dict[str, str]
 EVENTS = {
@@ -115,7 +116,8 @@ class Exchange:
         gone = asyncio.ensure_future(self._until_gone())
         try:
             while not task.done():
-                await asyncio.wait({task, gone}, timeout=PATIENCE, return_when="FIRST_COMPLETED")
+                often = PATIENCE / 10
+                await asyncio.wait({task, gone}, timeout=often, return_when="FIRST_COMPLETED")
                 is_stuck = time.monotonic() - self.sending_since > PATIENCE
                 if not task.done() and (gone.done() or is_stuck):
                     raise ClientGone
@@ -152,9 +154,11 @@ class Exchange:
         self.sending_since = math.inf
 
     async def reply(self, body: bytes, headers: Headers, status: int = 200) -> None:
-        """A whole answer."""
+        """A whole answer, in parts: its end is sent when the client has read nearly all of it."""
         await self.start(status, headers | {"content-length": str(len(body))})
-        await self.write(body, has_more=False)
+        for begin in range(0, len(body), PART):
+            await self.write(body[begin : begin + PART])
+        await self.write(b"", has_more=False)
 
     async def reply_json(self, content: Any, headers: Headers, status: int = 200) -> None:
         body = json.dumps(content).encode()

@@ -12,12 +12,17 @@ the connections may be silent. Here a connection is *silent* while it owes a who
   - If there are too many connections, the one that has been silent for longest is closed. So silent
     ones keep nobody out.
 
+  - A connection that is closed here waits until the client has read what was written. If it reads
+    nothing of that for PATIENCE seconds, or if there are too many connections, it is dropped.
+
 A client that closes its sending side has gone, as if it had closed the connection.
 """
 
 import asyncio
 import resource
 from typing import Any
+
+from app.asgi import PATIENCE
 
 MAX_CONNECTIONS = 1000  # beside those of the texts
 MAX_HEAD = 2**16  # bytes
@@ -43,18 +48,33 @@ def bounded_protocol(max_connections: int) -> Any:
     class Connection(HttpToolsProtocol):
         silence: asyncio.TimerHandle | None = None  # its end; None: a request is under way
         num_bytes = 0  # that came, and are no body
+        unread = 0  # bytes that the client had not read at the last look
+        next_look: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             self.begin_silence()
+            self.look()
             if len(self.connections) > max_connections:
+                closed = [other for other in self.connections if other.transport.is_closing()]
+                if closed:
+                    return closed[0].transport.abort()
                 silent = [other for other in self.connections if other.silence is not None]
                 longest = min(silent, key=lambda other: other.silence.when())
                 longest.refuse("503 Service Unavailable", "too many connections are open")
 
         def connection_lost(self, error: Exception | None) -> None:
             self.end_silence()
+            self.next_look.cancel()
             super().connection_lost(error)
+
+        def look(self) -> None:
+            """Drop a connection that is closed, if nothing was read since the last look."""
+            unread = self.transport.get_write_buffer_size()
+            if self.transport.is_closing() and unread == self.unread:
+                return self.transport.abort()
+            self.unread = unread
+            self.next_look = self.loop.call_later(PATIENCE, self.look)
 
         def data_received(self, data: bytes) -> None:
             self.num_bytes += len(data)

@@ -144,16 +144,20 @@ def read_request(data: bytes, is_chat: bool, offer: Offer) -> Asked:
         for request in [first, *map(first.sibling_text, range(1, n))]:
             stream = OutputStream(offer.model.tokenizer, request, "", index=len(streams))
             streams.append(stream)
+    is_streamed = typed(body, "stream", bool, False)
+    shows_origins = typed(body, "origins", bool, False)
+    if shows_origins and not is_streamed:
+        raise bad("origins", "origins is told in chunks: set stream to true, or leave it out")
     options = typed(body, "stream_options", dict, {})
     check_listed(options, ("include_usage", "continuous_usage_stats"), "stream_options.")
     return Asked(
         is_chat,
         streams,
         tools,
-        is_streamed=typed(body, "stream", bool, False),
+        is_streamed=is_streamed,
         include_usage=typed(options, "include_usage", bool, False),
         continuous_usage=typed(options, "continuous_usage_stats", bool, False),
-        shows_origins=typed(body, "origins", bool, False),
+        shows_origins=shows_origins,
         echo=echo,
     )
 

@@ -37,7 +37,7 @@ from torch.distributed import is_torchelastic_launched
 
 from app.asgi import MAX_BODY, ClientGone, Exchange, HttpError, Receive, Scope, Send
 from app.cli import load, start_for_any
-from app.connections import MAX_CONNECTIONS, bounded_protocol, files_for
+from app.connections import HEAD_SECONDS, MAX_CONNECTIONS, bounded_protocol, files_for
 from app.flags import KEY_VARIABLE, server_flags
 from app.metrics import Metrics
 from app.openai import Asked, Offer, Reply, model_card, read_request
@@ -434,6 +434,7 @@ def run_server(arguments: Sequence[str]) -> int:
         access_log=False,
         proxy_headers=False,
         server_header=False,
+        timeout_keep_alive=int(HEAD_SECONDS),  # uvicorn's own silence after an answer
         http=bounded_protocol(files_for(MAX_CONNECTIONS + batch.capacity)),
         timeout_graceful_shutdown=args.grace + 5,  # for clients that do not read their error
     )

@@ -2,7 +2,9 @@
 
 import asyncio
 import resource
+import socket
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from importlib.util import find_spec
 
 import pytest
@@ -19,7 +21,8 @@ POST = b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
 async def answers(scope, receive, send) -> None:
-    """An application: it reads the body, waits as long as the path says, and answers its size."""
+    """An application: it reads the body, waits as long as the path says, and answers its size. A
+    query makes the answer so many times as long."""
     size = 0
     message = await receive()
     while message.get("more_body"):
@@ -29,7 +32,7 @@ async def answers(scope, receive, send) -> None:
     await send(
         {"type": "http.response.start", "status": 200, "headers": [(b"x-size", b"%d" % size)]}
     )
-    await send({"type": "http.response.body", "body": b"done"})
+    await send({"type": "http.response.body", "body": b"done" * int(scope["query_string"] or 1)})
 
 
 class Client:
@@ -132,6 +135,52 @@ def test_what_is_no_body_has_a_bound():
         assert told.startswith(b"HTTP/1.1 431") and b"at most 65,536 bytes" in told
 
     play(scenario)
+
+
+def test_an_answer_that_nobody_reads_is_dropped(monkeypatch):
+    """After a while, or where there are too many connections; one that is read slowly is not."""
+    long = GET.replace(b"/ ", b"/?4000000 ") + b"\r\n"
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.1)
+
+    async def unread(client: Client) -> socket.socket:
+        """Another client of the same server: it asks for a long answer, and reads nothing."""
+        other = socket.socket()
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
+        other.connect(client.writer.get_extra_info("peername"))
+        other.sendall(long)
+        other.settimeout(1)
+        await asyncio.sleep(1)  # the server closes it
+        return other
+
+    def is_dropped(other: socket.socket) -> bool:
+        size = 0
+        with other, suppress(ConnectionError):
+            while part := other.recv(2**20):
+                size += len(part)
+        return size < 16_000_000
+
+    async def after_a_while(connect):
+        slow = await connect()
+        slow.send(long)
+        other = await unread(slow)
+        size = 0
+        while part := await slow.reader.read(2**20):
+            size += len(part)
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(2)
+        assert size > 16_000_000 and is_dropped(other)
+
+    async def too_many(connect):
+        first = await connect()
+        other = await unread(first)
+        another = await connect()
+        another.send(GET + b"\r\n")
+        assert (await another.answer()).startswith(b"HTTP/1.1 200") and is_dropped(other)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(connections, "PATIENCE", 0.8)
+        play(after_a_while)
+    play(too_many, most=1)
 
 
 def test_a_silent_connection_is_closed(monkeypatch):

@@ -364,7 +364,8 @@ def told(is_chat: bool, **body) -> tuple:
 @pytest.mark.parametrize("is_chat", [True, False])
 def test_a_field_is_honoured_refused_by_name_or_harmless(is_chat):
     for name, (kind, asks, neutral) in kinds(is_chat).items():
-        beside = {"logprobs": True} if name == "top_logprobs" else {}
+        needs = {"top_logprobs": {"logprobs": True}, "origins": {"stream": True}}
+        beside = needs.get(name, {})
         if name == "special" and not is_chat:
             beside = {"prompt": "<|endoftext|>"}
         plain = told(is_chat, **beside)
@@ -521,6 +522,8 @@ def draw_case(draw: random.Random) -> Case:
             suspect |= {name, fields.ALIASES.get(name, name)}
     if len(CONSTRAINTS & body.keys()) > 1:
         suspect |= CONSTRAINTS
+    if body.get("stream") is not True:
+        suspect.add("origins")
     refused = {name for name, value in body.items() if is_refused(value, known[name])}
     plain: dict[str, Any] = {"temperature": 0}
     if is_chat:

@@ -535,6 +535,7 @@ BAD = told(
     asked {"echo": true} → echo is not done here: leave it out
     completions {"prompt": "a", "echo": 1} → echo is 1: it must be of type bool
     asked {"top_logprobs": 2} → top_logprobs needs logprobs
+    asked {"origins": true} → origins is told in chunks: set stream to true
     asked {"logprobs": true, "top_logprobs": "3"} → top_logprobs is '3'
     """
 )

@@ -42,14 +42,16 @@ typedef struct { const float *cos, *sin; long apart; const int32_t *rows; } Rope
 // Rotate the pairs (i, i + D/2) of a head of token t.
 INLINE void rotate(const float *x, const Rope *rope, long t, float *y, long D) {
     long half = D / 2, at = (rope->rows ? rope->rows[t] : t) * rope->apart;
+    if (!rope->cos) {
+        memcpy(y, x, D * sizeof *y);
+        return;
+    }
     const float *cos = rope->cos + at, *sin = rope->sin + at;
-    if (!rope->cos) memcpy(y, x, D * sizeof *y);
-    else
-        for (long i = 0; i < half; i++) {
-            float one = x[i], two = x[i + half];
-            y[i] = one * cos[i] - two * sin[i];
-            y[i + half] = two * cos[i] + one * sin[i];
-        }
+    for (long i = 0; i < half; i++) {
+        float one = x[i], two = x[i + half];
+        y[i] = one * cos[i] - two * sin[i];
+        y[i + half] = two * cos[i] + one * sin[i];
+    }
 }
 
 // total = x + delta, y = total / √(mean total² + ε) · weight, of one row. Without delta, total is x
@@ -121,16 +123,19 @@ typedef struct {
 // table[j / S], at offset j % S.
 typedef struct { Vectors keys, values; const int32_t *table; long S, block, head; } Past;
 
+// The vectors from this one on.
+static Vectors vectors_from(Vectors x, long first, long D) {
+    x.numbers = (char *)x.numbers + first * D * EIGHTHS[x.kind] / 8;
+    if (x.scale) x.scale += first * parts(D, x.group);
+    if (x.zero) x.zero += first * parts(D, x.group);
+    return x;
+}
+
 static Past past_of(const Step *step, long layer, long b, long D) {
-    Past past = { step->keys, step->values, step->block_tables + b * step->max_blocks,
-                  step->block_size, step->block, step->head };
-    for (Vectors *x = &past.keys; x <= &past.values; x++) {
-        long vectors = layer * step->layer, scales = vectors * parts(D, x->group);
-        x->numbers = (char *)x->numbers + vectors * D * EIGHTHS[x->kind] / 8;
-        x->scale += x->scale ? scales : 0;
-        x->zero += x->zero ? scales : 0;
-    }
-    return past;
+    long first = layer * step->layer;
+    return (Past){ vectors_from(step->keys, first, D), vectors_from(step->values, first, D),
+                   step->block_tables + b * step->max_blocks,
+                   step->block_size, step->block, step->head };
 }
 
 INLINE long vector_of(const Past *at, long j, long g) {

@@ -7,7 +7,7 @@ panel, and each has a lane of a register:
 
     for k in K:                         in the order of memory, to the panel's end
         w = panel[k]                    [16]
-        for t in T:                     up to 6 rows of x at a time
+        for t in T:                     up to 6 rows of x at a time (3, where units are of four)
             sum[t] += x[t, k] · w       after a stretch, at most 128 columns: y[t] += sum[t] · scale
 
 A lane holds a *unit*: one column of float32 or FP8, two of bfloat16 or INT8 (on ARM four of INT8,
@@ -41,8 +41,8 @@ matrices that C does not multiply (`multiplies`), and everything where there is 
 CPUs with other instructions differ, because their registers have other lengths.
 
 Not covered: float64, float16 and gradients; groups that are no whole number of units, or are
-longer than 128 columns and no multiple of 128; a step of bfloat16 in one call; other systems than
-Linux. On macOS no C has run yet.
+longer than 128 columns and no multiple of 128; a step of bfloat16 in one call; Windows. On macOS
+no C has run yet.
 
     T rows of x, tokens of a step · K in_features · N out_features · C hidden_size
     F intermediate_size · H, G query and key/value heads · D head_dim · V vocab_size

@@ -115,6 +115,10 @@ static Whole to_whole(const float *x, int16_t *q, long n) {
         most = fabsf(x[i]) > most ? fabsf(x[i]) : most;
         bad += 0 * x[i];
     }
+    if (bad != bad) {
+        memset(q, 0, n * sizeof *q);
+        return (Whole){ bad, 0 };
+    }
     float by = most > 1e-30f ? LARGEST / most : 0;
     #pragma omp simd reduction(+:total)
     for (long i = 0; i < n; i++) {
@@ -122,7 +126,7 @@ static Whole to_whole(const float *x, int16_t *q, long n) {
         q[i] = one;
         total += one;
     }
-    return (Whole){ most / LARGEST + bad, total };
+    return (Whole){ most / LARGEST, total };
 }
 
 // Where column i of a unit lies among its bytes: INT4's hold columns 0 4 1 5, then 2 6 3 7.

@@ -30,8 +30,9 @@ one read of a tile.
 Invariant: slots that belong to no sequence of the step, in the cache or in `out`, affect no result
 and stay unwritten.
 Scratch of a split: T · H · D float32 numbers, T of the whole step.
-Costs of a decoding step: K and V once, 2 · m · G · D · bytes, and 4 · H · D bytes a split, written
-and read; of a prompt: 2 · n² · H · D operations, half of 4 n² H D. One launch for each kind.
+Costs of a decoding step: K and V once, 2 · keys · G · D · bytes, and 4 · H · D bytes a split,
+written and read; of a prompt of n: 2 · n² · H · D operations, half of 4 n² H D. One launch for each
+kind.
 Not covered: tensor maps and specialized warps (FlashAttention-3), better for prompts on sm_90;
 sliding windows.
 
@@ -312,8 +313,8 @@ def _attend(
 
 
 class LayerStore(NamedTuple):
-    """Keys or values of one layer, [N, S, G, D], as a kernel reads them: numbers, or integers with
-    scales and zeros.
+    """Keys or values of one layer, [blocks, S, G, D], as a kernel reads them: numbers, or integers
+    with scales and zeros.
     """
 
     steps: Tensor
@@ -346,7 +347,7 @@ def flash_attention(
     """Causal attention of the newest tokens of B sequences over their stored keys and values.
 
     q: [T, H, D], sequence b has rows cu_seqlens[b] to cu_seqlens[b + 1]; seq_lens: int32[B], new
-    keys included; block_tables: int32[B, M], blocks of `block` tokens (0: one block a sequence). ->
+    keys included; block_tables: int32[B, blocks], of `block` tokens (0: one block a sequence). ->
     [T, H, D]; rows of no sequence are not written.
     """
     T, H, D = q.shape

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu.store import TINY, _round, _round_up
+from gpu.store import TINY, _bad, _not_infinite, _round, _round_up
 from gpu.tuning import BLOCK, warps_of_row
 from quant import LARGEST, Kind
 
@@ -48,7 +48,7 @@ def _add_norm(
         tl.store(total + row + c, number, inside)
     wide = number.to(tl.float32)
     mean_square = tl.sum(wide * wide, 0) / C
-    normed = wide * tl.rsqrt(mean_square + eps)
+    normed = wide * tl.rsqrt(_not_infinite(mean_square) + eps)
     normed = normed.to(number.dtype).to(tl.float32)
     w = tl.load(weight + c, inside, 0)
     tl.store(y + row + c, normed * w.to(tl.float32), inside)
@@ -110,7 +110,7 @@ def _round_rows(
     index = t * K + k
     v = tl.load(x + index, k < K, 0).to(tl.float32)
     largest = tl.max(tl.abs(v), 0)
-    scale = _input_scale(largest, KIND)
+    scale = _input_scale(largest, KIND) + _bad(v)
     rounded = _round_input(v, scale + tl.zeros_like(v), KIND)
     rounded = rounded.to(out.dtype.element_ty)
     tl.store(out + index, rounded, k < K)

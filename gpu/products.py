@@ -57,7 +57,7 @@ from kernels import Linear
 from quant import Kind, nf4
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-GPU = tl.constexpr(not knobs.runtime.interpret)  # the interpreter has no bfloat16
+COMPILED = tl.constexpr(not knobs.runtime.interpret)  # the interpreter has no bfloat16
 
 # A register has bytes b0 b1 b2 b3. prmt puts two of them into the halves of another register;
 # lop3 0xEA is (a & b) | c. Both pieces of assembly take four bytes, $4, and give the numbers of
@@ -107,7 +107,7 @@ LOOK_UP = tl.constexpr(look_up())
 def _unpack(p, table, KIND: tl.constexpr, X: tl.constexpr, OFFSET: tl.constexpr):
     """Bytes -> the numbers of their lower halves, those of their upper halves. Kind 4 makes them
     larger by OFFSET: so are its zeros, which are subtracted later."""
-    if X == tl.bfloat16 and GPU:
+    if X == tl.bfloat16 and COMPILED:
         code: tl.constexpr = NIBBLES if KIND == 4 else LOOK_UP
         low, high = tl.inline_asm_elementwise(
             code, "=r,=r,=r,=r,r", [p], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
@@ -122,7 +122,7 @@ def _unpack(p, table, KIND: tl.constexpr, X: tl.constexpr, OFFSET: tl.constexpr)
 
 
 @triton.jit
-def _halves(pair, X: tl.constexpr):
+def _neighbours(pair, X: tl.constexpr):
     """Two neighbours of a row of x, read as one integer -> the first, the second."""
     half: tl.constexpr = tl.int32 if X == tl.float32 else tl.int16
     bits: tl.constexpr = 32 if X == tl.float32 else 16
@@ -134,7 +134,7 @@ def _halves(pair, X: tl.constexpr):
 @triton.jit
 def _dot(a, v, total, X: tl.constexpr):
     """total + a v in x's type; in float32 by three products in tf32."""
-    kind: tl.constexpr = X if GPU else tl.float32
+    kind: tl.constexpr = X if COMPILED else tl.float32
     return tl.dot(a.to(kind), v.to(kind), total, input_precision="tf32x3")
 
 
@@ -143,7 +143,7 @@ def _multiply(p, v, total, table, KIND: tl.constexpr, X: tl.constexpr, OFFSET: t
     """total + q x for a piece. p: [(B,) ROWS, WIDTH]; v: [(B,) WIDTH, COLS]."""
     if KIND == 4 or KIND == "nf4":
         low, high = _unpack(p, table, KIND, X, OFFSET)
-        even, odd = _halves(v, X)
+        even, odd = _neighbours(v, X)
         total = _dot(low, even, total, X)
         total = _dot(high, odd, total, X)
     else:
@@ -155,11 +155,11 @@ def _multiply(p, v, total, table, KIND: tl.constexpr, X: tl.constexpr, OFFSET: t
 def _sums(p, v, nothing, KIND: tl.constexpr, X: tl.constexpr):
     """Σ x of a piece: [(B,) ROWS, COLS], all rows alike, or [1, COLS]."""
     if KIND == 4 and len(v.shape) == 3:  # few tokens: tensor cores have time to add, too
-        even, odd = _halves(v, X)
+        even, odd = _neighbours(v, X)
         ones = ((p | 1) & 1).to(tl.float32)  # made of p, so that x is wanted in one layout
         sums = _dot(ones, odd, _dot(ones, even, nothing, X), X)
     elif KIND == 4:
-        even, odd = _halves(v, X)
+        even, odd = _neighbours(v, X)
         sums = tl.sum(even.to(tl.float32) + odd.to(tl.float32), 0, keep_dims=True)
     else:
         sums = tl.sum(v.to(tl.float32), len(v.shape) - 2, keep_dims=True)

@@ -53,6 +53,19 @@ def _round_up(x):
 
 
 @triton.jit
+def _not_infinite(mean_square):
+    """∞ becomes NaN: rsqrt(∞) is 0, which would hide it (kernels.rms_norm)."""
+    return tl.where(mean_square < float("inf"), mean_square, float("nan"))
+
+
+@triton.jit
+def _bad(x):
+    """0, or NaN if a number of x is not finite: `maximum` and `minimum` drop a NaN, and a scale of
+    NaN must tell it (quant.stored_scale)."""
+    return tl.sum(0 * x)
+
+
+@triton.jit
 def _put(
     x,
     d,
@@ -74,7 +87,7 @@ def _put(
     if BITS == 8:
         largest = tl.max(tl.abs(x))
         scale = tl.maximum(tl.div_rn(largest, 127.0), TINY)
-        scale = _round_up(tl.minimum(scale, MOST8))
+        scale = _round_up(tl.minimum(scale, MOST8)) + _bad(x)
         steps = _round(tl.div_rn(x, scale + tl.zeros_like(x)))
         tl.store(pool + vector * D + d, steps.to(tl.int8), inside)
         tl.store(pool_scale + vector, scale.to(tl.bfloat16))
@@ -94,7 +107,7 @@ def _put(
         far = tl.maximum(high, -low)
         step = tl.div_rn(high, 15.0) - tl.div_rn(low, 15.0)
         scale = tl.maximum(tl.maximum(step, tl.div_rn(far, FAR)), TINY)
-        scale = _round_up(tl.where(far > 1e38, MOST4, scale))
+        scale = _round_up(tl.where(far > 1e38, MOST4, scale)) + _bad(x)
         zero = -_round(tl.div_rn(low, scale) * parts)
         quotient = tl.div_rn(x, scale + tl.zeros_like(x))
         steps = _round(quotient + zero * (1.0 / parts))
@@ -127,7 +140,7 @@ def _turned(x, cos, sin, norm, eps, i, inside, D: tl.constexpr, ONE: tl.constexp
         square = tl.sum(wide * wide, 1)[:, None]
         if ONE:
             square = tl.sum(square, 0)[None, :]
-        by = tl.rsqrt(square / D + eps)
+        by = tl.rsqrt(_not_infinite(square / D) + eps)
         number = _normed(number, tl.load(norm + d, inside, 0), by)
         other = _normed(other, tl.load(norm + e, inside, 0), by)
     c = tl.load(cos + d % (D // 2), inside, 0)

@@ -53,6 +53,7 @@ class TestRecordings(Contract):
     refuses = False
     test_products_and_look_ups = None
     test_between_the_products = None
+    test_what_is_not_finite_is_seen = None
     test_attention_reads_what_is_stored = None
     test_attention_without_a_cache = None
     test_sampling = None

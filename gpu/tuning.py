@@ -213,7 +213,7 @@ def tile_shape(
     and more, up to 208 bytes), and outside the loop (8 bytes) where R is no power of 2.
     """
     stages = 5 if block else 3  # two more for the block table
-    exact = tuple(bits) == (16, 16)
+    exact = bits == (16, 16)
     wide = triton.next_power_of_2(D)
     if size == 4:  # a product is three in tf32
         if wide > 128:

@@ -149,9 +149,6 @@ def checked_ops(scale: Scale) -> Ops:
     return Ops() if scale.device == "cpu" else ops_for(scale.device)
 
 
-# ---- Steps -------------------------------------------------------------------------------------
-
-
 @functools.lru_cache(1)
 def model_pair(scale: Scale, way: str, dtype: torch.dtype) -> tuple[Llama, Llama]:
     """The model to check, and its reference."""
