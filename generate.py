@@ -418,7 +418,8 @@ def make_caches(
     bits = widths(options.kv_bits)
     if not options.use_cache:
         cache_options = (bits, options.kv, options.kv_memory)
-        if draft or options.max_batch > 1 or cache_options != ((16, 16), "paged", None):
+        is_plain = cache_options == ((16, 16), "paged", None)
+        if draft is not None or options.max_batch > 1 or not is_plain:
             raise UserError(
                 "without a cache there are no drafts, no batches and no kind of it: leave out "
                 "--draft, --prompts, --kv, --kv-bits and --kv-memory, or --no-cache"

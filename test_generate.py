@@ -537,6 +537,12 @@ def test_what_does_not_go_together_is_refused_before_memory_is_asked_for(model):
             Engine(model, None, Options(**dict(max_len=50, max_batch=1) | wrong), tokens=100)
 
 
+def test_what_is_for_loading_is_refused_where_the_target_is_loaded(model):
+    for name, value in dict(device="cpu", dtype=torch.float64, bits=8).items():
+        with pytest.raises(UserError, match="the target is loaded already"):
+            page.generate("a", model, **{name: value})
+
+
 # ---- Folders
 
 

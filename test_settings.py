@@ -9,7 +9,7 @@ from errors import UserError
 from settings import MAX_LOGPROBS, NOTATIONS, Grammar, Settings
 
 WRONG = dict(
-    temperature=[-1.0, -1e-300, math.nan, math.inf, "hot", True, 1j, [1.0]],
+    temperature=[-1.0, -1e-300, 1.1e30, math.nan, math.inf, "hot", True, 1j, [1.0]],
     top_k=[-1, 1.5, math.nan, math.inf, "3", 2**31 + 1, True],
     top_p=[-1e-9, 1.1, math.nan, "x", True],
     min_p=[-1e-9, 2.0, math.nan, "", False],
@@ -45,9 +45,8 @@ def test_the_ends_of_each_range_are_taken():
     ):
         settings = Settings(**chosen)
         assert {name: getattr(settings, name) for name in chosen} == chosen
-    assert (
-        Settings(top_p=0) == Settings(top_p=5e-324) == Settings(top_p=1e-300)
-    )  # the most probable token alone
+    # The most probable token alone.
+    assert Settings(top_p=0) == Settings(top_p=5e-324) == Settings(top_p=1e-300)
 
 
 def test_one_setting_may_be_given_in_several_forms():

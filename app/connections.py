@@ -11,9 +11,9 @@ the connections may be silent. Here a connection is *silent* while it owes a who
     the frames of a chunk. (One read of the network more, before it is noticed.)
   - If there are too many connections, the one that has been silent for longest is closed. So silent
     ones keep nobody out.
-
-  - A connection that is closed here waits until the client has read what was written. If it reads
-    nothing of that for PATIENCE seconds, or if there are too many connections, it is dropped.
+  - A connection that is closed here waits until the client has read what was written. It is dropped
+    if nothing of that was read between two looks, PATIENCE seconds apart, or if there are too many
+    connections.
 
 A client that closes its sending side has gone, as if it had closed the connection.
 """

@@ -246,10 +246,11 @@ class Application:
     # ---- Texts
 
     async def make_texts(self, exchange: Exchange, is_chat: bool) -> None:
-        if "upgrade" in exchange.headers.get("connection", "").lower():  # uvicorn drops the body
-            offered = brief(repr(exchange.headers.get("upgrade", "")), 100)
+        offered = exchange.headers.get("upgrade")
+        if offered and "upgrade" in exchange.headers.get("connection", "").lower():
+            # uvicorn has dropped the body.
             rule = "speak HTTP/1.1 (in Java: HttpClient.Version.HTTP_1_1)"
-            raise HttpError(400, f"Upgrade: {offered} is not done here: {rule}")
+            raise HttpError(400, f"Upgrade: {brief(repr(offered), 100)} is not done here: {rule}")
         self.batch.check_room(1)
         size = int(exchange.headers.get("content-length", MAX_BODY))
         async with nullcontext() if size <= SMALL_BODY else self.bodies:

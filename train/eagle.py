@@ -88,7 +88,7 @@ def requests_for(model: Model, args: argparse.Namespace) -> list[Request]:
     options = Options(max_len=args.length)
 
     def check(request: Request) -> None:
-        for name in ("stop", "logprobs", "prompt_logprobs"):
+        for name in ("stop", "gamma", "logprobs", "prompt_logprobs"):
             if getattr(request.settings, name) not in ((), None):
                 raise UserError(f"{name} is not done here: leave it out")
 

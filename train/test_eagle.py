@@ -225,6 +225,7 @@ def test_texts_that_are_told_are_on_the_disk_at_once(base, tmp_path, monkeypatch
     [
         b'{"prompt": "a\xff"}',
         b'{"prompt": "a", "stop": "b"}',
+        b'{"prompt": "a", "gamma": 3}',
         b'{"prompt": "a", "logprobs": 0}',
         b'{"prompt": "a", "prompt_logprobs": 2}',
     ],
