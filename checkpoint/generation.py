@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from checkpoint.config import Config, end_tokens
-from checkpoint.files import Json, read_json
+from checkpoint.config import Config, end_tokens, parse_file
+from checkpoint.files import Json
 from errors import UserError, brief
 from settings import SETTINGS, check_settings
 
@@ -74,13 +74,7 @@ class GenerationConfig:
     def load(cls, folder: Path) -> GenerationConfig:
         """The file of this folder, if there is one. UserError names the file."""
         file = folder / "generation_config.json"
-        if not os.path.lexists(file):
-            return cls()
-        data = read_json(file)
-        try:
-            return cls(data)
-        except UserError as error:
-            raise UserError(f"{file}: {brief(error)}") from None
+        return parse_file(file, cls) if os.path.lexists(file) else cls()
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
