@@ -43,6 +43,7 @@ from checkpoint.vocabulary import (
     TokenTexts,
     Vocabulary,
     read_merges,
+    refused_settings,
     reject,
     steps_of,
 )
@@ -70,14 +71,6 @@ NFC = {"type": "NFC"}  # the one normalizer that is known
 ESCAPE = r"\\[pP]\{\w+\}|\\[sSnrt]|\\\W"
 CHARACTER_CLASS = rf"\[\^?(?:{ESCAPE}|[^\\\[\]&]|&(?!&))+\]"
 PLAIN_SYNTAX = rf"(?:{ESCAPE}|{CHARACTER_CLASS}|\(\?(?:i?:|<?[=!])|\}}(?!\+)|[^\\\[\](^}}])*"
-
-REFUSED_SETTINGS = (  # of a tokenizer.json's model: they change tokens, and are not honoured
-    "byte_fallback",
-    "dropout",
-    "continuing_subword_prefix",
-    "end_of_word_suffix",
-)
-
 
 # A text, and its deadline in the time of this thread -> pieces
 Split = Callable[[str, float], list[str]]
@@ -212,9 +205,7 @@ def read_byte_level(file: Path, data: Json, config: Json) -> Vocabulary:
     splits = read_splits(file, data.get("pre_tokenizer"))
     if steps_of(data.get("normalizer"), "normalizers"):
         splits.insert(0, normal_form())
-        if texts.normalized:
-            wrong = f"{min(texts.normalized)!r} is searched in the normalized text"
-            reject(file, wrong, "added tokens must say normalized: false")
+        texts.refuse_normalized()
     return make_byte_level(texts, model["merges"], splits, bool(model.get("ignore_merges")))
 
 
@@ -243,13 +234,11 @@ def check_model(file: Path, data: Json) -> None:
     """UserError for another kind of tokenizer, or a setting that is not honoured."""
     model = data["model"]
     decoder = data.get("decoder") or {}
-    odd = {name: model[name] for name in REFUSED_SETTINGS if model.get(name)}
+    odd = refused_settings(model)
     if steps_of(data.get("normalizer"), "normalizers") not in ([], [NFC]):
         odd["normalizer"] = data["normalizer"]
     if alphabet().keys() - model["vocab"].keys() and model.get("unk_token"):
         odd["unk_token"] = model["unk_token"]  # for the bytes that are no token
-    if model.get("type", "BPE") != "BPE":
-        odd["type"] = model["type"]
     if decoder.get("type") != "ByteLevel":
         odd["decoder"] = decoder.get("type")
     if odd:

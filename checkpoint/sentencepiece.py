@@ -37,6 +37,7 @@ from checkpoint.vocabulary import (
     added_beside,
     named_tokens,
     read_merges,
+    refused_settings,
     reject,
     steps_of,
 )
@@ -49,7 +50,6 @@ BYTE = re.compile("<0x([0-9A-F]{2})>")
 WORDS = re.compile(f"{SPACE}*[^{SPACE}]+|{SPACE}+")
 WORDS_OF_ONE_SPACE = re.compile(f"{SPACE}[^{SPACE}]*|[^{SPACE}]+")
 WHOLE_TEXT = re.compile("(?s:.+)")
-
 
 SCHEMES = ("always", "first", "never")
 
@@ -79,10 +79,7 @@ def read_sentencepiece_json(file: Path, data: Json, config: Json) -> Vocabulary:
     """data: the file's; config: tokenizer_config.json's. UserError for settings that change tokens
     and are not honoured."""
     model = data["model"]
-    refused = ("dropout", "ignore_merges", "continuing_subword_prefix", "end_of_word_suffix")
-    odd = {name: model[name] for name in refused if model.get(name)}
-    if model.get("type", "BPE") != "BPE":
-        odd["type"] = model["type"]
+    odd = refused_settings(model, "ignore_merges")
     if odd:
         reject(file, f"its model says {json.dumps(odd)}", "only plain BPE is supported")
     texts = TokenTexts.read(file, data, config)
@@ -134,9 +131,8 @@ def read_strip(file: Path, node: Json | None) -> bool:
 def make_vocabulary(texts: TokenTexts, ranks: Ranks, space: Space, strips: bool) -> Vocabulary:
     """UserError unless all bytes are tokens."""
     file, vocab, special, *_ = texts
-    if texts.normalized and space == Space("always", True):
-        wrong = f"{min(texts.normalized)!r} is searched in the normalized text"
-        reject(file, wrong, "added tokens must say normalized: false")
+    if space == Space("always", True):
+        texts.refuse_normalized()
     bytes_ = {text: int(found[1], 16) for text in vocab if (found := BYTE.fullmatch(text))}
     byte_ids = {byte: vocab[text] for text, byte in bytes_.items()}
     if len(byte_ids) < 256:

@@ -91,6 +91,16 @@ def read_tokenizer_config(folder: Path) -> Json:
     return names | read_optional(folder / "tokenizer_config.json")
 
 
+def refused_settings(model: Json, *more: str) -> Json:
+    """The settings of a tokenizer.json's model that change tokens, and are not honoured: name ->
+    value. more: names that one kind of tokenizer refuses."""
+    names = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", *more)
+    refused = {name: model[name] for name in names if model.get(name)}
+    if model.get("type", "BPE") != "BPE":
+        refused["type"] = model["type"]
+    return refused
+
+
 def named_tokens(config: Json) -> dict[str, str]:
     """ "bos_token", "eos_token", … -> text."""
     named = {}
@@ -203,6 +213,12 @@ class TokenTexts(NamedTuple):
         normalized = texts_with("normalized", entries) & others.keys()
         swallows = Swallows(texts_with("lstrip", entries), texts_with("rstrip", entries))
         return cls(file, vocab, special, others, normalized, swallows, prefix, named)
+
+    def refuse_normalized(self) -> None:
+        """UserError if an added token is searched in a text that was normalized."""
+        if self.normalized:
+            wrong = f"{min(self.normalized)!r} is searched in the normalized text"
+            reject(self.file, wrong, "added tokens must say normalized: false")
 
     @classmethod
     def read(cls, file: Path, data: Json, config: Json) -> TokenTexts:
