@@ -69,7 +69,6 @@ class Exchange:
     """One HTTP request, and the answer to it."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send):
-        self.scope = scope
         self.receive = receive
         self.send = send
         self.method: str = scope["method"]

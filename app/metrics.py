@@ -11,7 +11,7 @@ The engine thread observes; `render` is asked there, too, between two steps (ser
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from weakref import WeakKeyDictionary
 
 from batcher import Batcher
@@ -40,20 +40,19 @@ COUNTERS = {
 
 
 class Histogram:
-    """Counts observations up to each bound."""
+    """Counts observations up to each bound of SECONDS."""
 
-    def __init__(self, bounds: Sequence[float] = SECONDS):
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)  # the last: above all bounds
+    def __init__(self) -> None:
+        self.counts = [0] * (len(SECONDS) + 1)  # the last: above all bounds
         self.sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        self.counts[bisect_left(self.bounds, value)] += times
+        self.counts[bisect_left(SECONDS, value)] += times
         self.sum += value * times
 
     def lines(self, name: str, label: str) -> Iterator[str]:
         total = 0
-        for bound, count in zip((*self.bounds, "+Inf"), self.counts):
+        for bound, count in zip((*SECONDS, "+Inf"), self.counts):
             total += count
             yield f'{name}_bucket{{{label},le="{bound}"}} {total}'
         yield f"{name}_sum{{{label}}} {self.sum}"

@@ -48,10 +48,10 @@ def begin() -> None:
     warnings.showwarning = show_warning
 
 
-def say(message: str, end: str = "\n") -> None:
+def say(message: str) -> None:
     """To standard error; the program goes on if that fails."""
     try:
-        print(message, end=end, file=sys.stderr, flush=True)
+        print(message, file=sys.stderr, flush=True)
     except OSError:
         discard(sys.stderr)
 
