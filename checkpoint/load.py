@@ -44,17 +44,17 @@ HEAD = "lm_head.weight"
 def load_llama(
     cls: type[Llama],
     name: str | Path,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-    trainable: bool = False,
-    bits: Kind = 16,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+    trainable: bool,
+    bits: Kind,
 ) -> Llama:
     """A model from an alias, a Hub id, a folder or a GGUF. FileNotFoundError or UserError: what to
     change.
 
-    device: a GPU if there is one. dtype: float32 on a CPU, on a GPU the checkpoint's. trainable:
-    weights are plain; otherwise they are packed. bits: other than 16 rounds the weights of a model
-    in 16 or 32 bits.
+    device None: a GPU if there is one. dtype None: float32 on a CPU, on a GPU the checkpoint's.
+    trainable: weights are plain; otherwise they are packed. bits: other than 16 rounds the weights
+    of a model in 16 or 32 bits.
     """
     config, checkpoint = open_checkpoint(find_model(name))
     weights = cls(config, "meta", seed=None).named_weights()
@@ -79,7 +79,7 @@ def load_llama(
     return model if trainable else model.pack_weights()
 
 
-def load_eagle(cls: type[EagleHead], folder: Path, target: Llama, bits: Kind = 16) -> EagleHead:
+def load_eagle(cls: type[EagleHead], folder: Path, target: Llama, bits: Kind) -> EagleHead:
     """The EAGLE head in a folder, for this target, in its dtype and on its device. UserError: what
     to change. bits: as of `load_llama`."""
     checkpoint = EagleCheckpoint(folder)
