@@ -47,9 +47,9 @@ def merge_heads(llama: Llama, kv_heads: int) -> Llama:
     return merged
 
 
-def cache_bytes(llama: Llama, tokens: int, bits: Bits = (16, 16)) -> int:
-    """Bytes of the keys and values of so many tokens, in bfloat16 or in these bits."""
-    return KVSpec.of(llama.config, torch.bfloat16, bits).bytes(tokens)
+def cache_bytes(llama: Llama, bits: Bits = (16, 16)) -> int:
+    """Bytes of a token's keys and values, in bfloat16 or in these bits."""
+    return KVSpec.of(llama.config, torch.bfloat16, bits).bytes(1)
 
 
 def main() -> None:
@@ -58,7 +58,7 @@ def main() -> None:
     end = llama.config.eos_token_ids[0]
     held_out = sample_corpus(llama, 8, 129, end, seed=2)
     merged = merge_heads(llama, 1)
-    print(f"cache: {cache_bytes(llama, 1):,} bytes a token, merged {cache_bytes(merged, 1):,}")
+    print(f"cache: {cache_bytes(llama):,} bytes a token, merged {cache_bytes(merged):,}")
     show("before", evaluate(llama, held_out, llama, 128, 8))
     show("merged", evaluate(merged, held_out, llama, 128, 8))
     recipe = Hyperparameters(steps=10, batch=4, length=128, warmup=1, overlap=0)

@@ -66,7 +66,7 @@ class Row(NamedTuple):
     how: Quantization | None
     width: str  # bits of keys and values
     bytes: int  # of the weights, scales included
-    token: float  # bytes of a token's keys and values
+    token: int  # bytes of a token's keys and values
     perplexity: float
 
 
@@ -115,7 +115,7 @@ def table(
         llama.pack_weights()
         for width in widths:
             bits = WIDTHS[width]
-            token_bytes = cache_bytes(llama, 1024, bits) / 1024
+            token_bytes = cache_bytes(llama, bits)
             loss = perplexity(llama, texts, bits, author)
             rows.append(Row(how, width, weight_bytes, token=token_bytes, perplexity=loss))
             print(row_text(rows[-1], rows[0]), flush=True)
@@ -139,4 +139,4 @@ def row_text(row: Row, first: Row) -> str:
     size = row.bytes / first.bytes
     loss = row.perplexity / first.perplexity - 1
     weights = f"{recipe_label(row.how):30}{row.width:>5}{row.bytes:14,}"
-    return f"{weights}{size:12.3f}{row.token:10,.0f}{row.perplexity:12.3f}{loss:+8.2%}"
+    return f"{weights}{size:12.3f}{row.token:10,}{row.perplexity:12.3f}{loss:+8.2%}"
