@@ -297,8 +297,10 @@ def paged_caches(
         if options.kv_memory > 1:
             check_free(options.kv_memory, device)
         blocks = blocks_that_fit(options.kv_memory, block_bytes, device)
-    how = dict(block_size=BLOCK_SIZE, prefix_caching=options.prefix_caching)
-    return [PagedCache(spec, blocks, max_len=limit, **how) for spec, limit in zip(specs, limits)]
+    return [
+        PagedCache(spec, blocks, max_len=limit, prefix_caching=options.prefix_caching)
+        for spec, limit in zip(specs, limits)
+    ]
 
 
 def main() -> None:
