@@ -134,9 +134,9 @@ class StopStrings:
 
     def _num_begun(self, text: str, stop: str) -> int:
         """The length of the text's longest suffix that begins this stop string."""
-        for start in range(max(0, len(text) - len(stop) + 1), len(text)):
-            if stop.startswith(text[start:]):
-                return len(text) - start
+        for size in range(min(len(text), len(stop) - 1), 0, -1):
+            if text.endswith(stop[:size]):
+                return size
         return 0
 
 
