@@ -196,14 +196,13 @@ class EagleHead(Llama):
         return self
 
     def unpacked(self) -> EagleHead:
-        own = self.eagle.shard(self.group)
+        shard = self.eagle.shard(self.group)
         return EagleHead(
-            own,
+            shard,
             self.target,
             "meta",
             dtype=self.dtype,
             seed=None,
-            ops=None,
             weight_dtype=self.weight_dtype,
         )
 
