@@ -138,9 +138,8 @@ class Flash(Ops):
         norm: HeadNorm | None = None,
     ) -> Tensor:
         cache = metadata.cache
-        if cache is None or cache.dtype != qkv.dtype or qkv.dtype == torch.float64:
-            return super().attend(qkv, G, rope, metadata, layer, norm)
-        if cache.keys.bits < 16 or cache.values.bits < 16:  # 16: as they are, in any dtype
+        is_plain = cache is not None and cache.keys.bits == cache.values.bits == 16
+        if not is_plain or cache.dtype != qkv.dtype or qkv.dtype == torch.float64:
             return super().attend(qkv, G, rope, metadata, layer, norm)
         q, k, v = rotated(qkv, G, rope, norm)
         cache.write(layer, metadata.slot_mapping.long(), k, v)
