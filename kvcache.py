@@ -378,17 +378,7 @@ class Cache:
 
         CacheFull, ValueError and KeyError are raised before anything has changed.
         """
-        if not new_tokens or any(len(tokens) == 0 for _, tokens in new_tokens):
-            raise ValueError("a step needs at least one new token of every sequence in it")
-        if len({seq for seq, _ in new_tokens}) < len(new_tokens):
-            raise ValueError(f"a sequence occurs twice in a step: {[seq for seq, _ in new_tokens]}")
-        for seq, tokens in new_tokens:
-            length = self.length(seq)
-            if length + len(tokens) > self.max_len:
-                raise CacheFull(
-                    f"sequence {seq} has {length} tokens and cannot take {len(tokens)} more: the "
-                    f"limit is {self.max_len}; ask for fewer, or make a cache of a larger max_len"
-                )
+        self._check_new(new_tokens)
         self._add_blocks(new_tokens)
         spans = []
         for seq, tokens in new_tokens:
@@ -414,6 +404,20 @@ class Cache:
     def _add_blocks(self, new_tokens: NewTokens) -> None:
         """Give each sequence the blocks that its new tokens need. A contiguous cache has nothing to
         do: `open` has given each sequence its one block."""
+
+    def _check_new(self, new_tokens: NewTokens) -> None:
+        """CacheFull, ValueError or KeyError for new tokens that this cache can never take."""
+        if not new_tokens or any(len(tokens) == 0 for _, tokens in new_tokens):
+            raise ValueError("a step needs at least one new token of every sequence in it")
+        if len({seq for seq, _ in new_tokens}) < len(new_tokens):
+            raise ValueError(f"a sequence occurs twice in a step: {[seq for seq, _ in new_tokens]}")
+        for seq, tokens in new_tokens:
+            length = self.length(seq)
+            if length + len(tokens) > self.max_len:
+                raise CacheFull(
+                    f"sequence {seq} has {length} tokens and cannot take {len(tokens)} more: the "
+                    f"limit is {self.max_len}; ask for fewer, or make a cache of a larger max_len"
+                )
 
     def truncate(self, seq: int, length: int) -> None:
         """Keep the first `length` tokens of a sequence."""
