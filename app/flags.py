@@ -321,8 +321,8 @@ def server_parser() -> argparse.ArgumentParser:
     return p
 
 
-def server_flags(arguments: Sequence[str]) -> argparse.Namespace:
-    """The flags of serve.py. SystemExit or UserError for a mistake."""
+def server_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The flags of serve.py; None: this program's. SystemExit or UserError for a mistake."""
     args = server_parser().parse_args(arguments)
     check_server_flags(args)
     return args

@@ -21,7 +21,6 @@ import ipaddress
 import os
 import signal
 import socket
-import sys
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -408,7 +407,7 @@ def in_passing_thread(work: Callable[[], T]) -> T:
     return result
 
 
-def run_server(arguments: Sequence[str]) -> int:
+def run_server(arguments: Sequence[str] | None) -> int:
     """Do what the flags ask for -> the exit status."""
     args = server_flags(arguments)
     check_one_process(args)
@@ -495,5 +494,4 @@ async def serve_until_signal(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """arguments: of the command line; None: this program's."""
-    given = sys.argv[1:] if arguments is None else arguments
-    return status(lambda: run_server(given))
+    return status(lambda: run_server(arguments))
