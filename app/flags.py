@@ -67,7 +67,11 @@ def tell_early(parse: Callable[[Sequence[str]], Any]) -> None:
     """Called by a program before slow imports: --help and a mistake in a flag end it now."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return  # of several processes (launch.py) the first one tells it, later
-    code = status(lambda: parse(sys.argv[1:]) and None)
+
+    def check() -> None:
+        parse(sys.argv[1:])
+
+    code = status(check)
     if code:
         sys.exit(code)
 
