@@ -49,6 +49,7 @@ from torch import Tensor
 from app.shell import Parser, new_file, say, status
 from batcher import Batcher
 from checkpoint.config import Config
+from checkpoint.files import Json
 from checkpoint.hub import find_folder
 from errors import UserError
 from kernels import find_device
@@ -287,12 +288,17 @@ def new_model(config: Config, seed: int, device: torch.device | str = "cpu") -> 
 
 def save_model(llama: Llama, folder: Path) -> None:
     """Write a model folder, in bfloat16."""
-    tensors = {}
+    save_folder(llama, folder, llama.config.to_dict() | {"torch_dtype": "bfloat16"})
+
+
+def save_folder(llama: Llama, folder: Path, config: Json, **more: Tensor) -> None:
+    """Write the weights of a model or a head in bfloat16, more tensors, and this config.json."""
+    tensors = dict(more)
     for name, tensor in llama.named_tensors().items():
-        tensors[name] = tensor.detach().to(torch.bfloat16).contiguous()
+        kept = tensor.detach().contiguous()
+        tensors[name] = kept.to(torch.bfloat16) if kept.is_floating_point() else kept
     with new_file(folder / "model.safetensors") as new:
         save_file(tensors, new, metadata={"format": "pt"})
-    config = llama.config.to_dict() | {"torch_dtype": "bfloat16"}
     bpe.write_json(folder / "config.json", config)
 
 

@@ -48,11 +48,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from app.requests import read_requests
-from app.shell import Parser, new_file, say, status
+from app.shell import Parser, say, status
 from checkpoint.eagle import EagleConfig
 from checkpoint.hub import find_model
 from checkpoint.load import open_checkpoint
@@ -65,8 +64,7 @@ from kvcache import AttentionMetadata
 from model import Llama, Rope
 from request import Request, Settings
 from settings import Options
-from train.bpe import write_json
-from train.distill import Hyperparameters, Training, count, make_optimizers, share
+from train.distill import Hyperparameters, Training, count, make_optimizers, save_folder, share
 from train.stories import hold_out, read_file
 
 DECAY = 0.8  # of the loss, from one unrolled step to the next
@@ -364,17 +362,10 @@ def new_head(target: Llama, tokens: Tensor, mlp: int | None, seed: int) -> Eagle
 
 def save_head(head: EagleHead, folder: Path, target: str) -> None:
     """Write a head's folder in the speculators layout, in bfloat16."""
-    tensors = {}
-    for name, tensor in head.named_tensors().items():
-        kept = tensor.detach().contiguous()
-        tensors[name] = kept.to(torch.bfloat16) if kept.is_floating_point() else kept
     is_drafted = torch.zeros(head.eagle.layer.vocab_size, dtype=torch.bool)
     is_drafted[head.tokens.cpu()] = True
-    tensors["t2d"] = is_drafted
-    with new_file(folder / "model.safetensors") as new:
-        save_file(tensors, new, metadata={"format": "pt"})
-    architecture = head.target.config.architecture
-    write_json(folder / "config.json", head.eagle.to_dict(target, architecture))
+    config = head.eagle.to_dict(target, head.target.config.architecture)
+    save_folder(head, folder, config, t2d=is_drafted)
 
 
 # ---- The command line ----------------------------------------------------------------------------
