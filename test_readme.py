@@ -78,7 +78,7 @@ def test_the_table_of_bounds_is_that_of_the_code():
         [grammar.LIMITS["step_max_items"], 1000 * grammar.SLOW_MASK, 1000 * grammar.SLOW_STEP],
         [grammar.REMEMBERED],
         [sandbox.SECONDS, sandbox.MEMORY / 2**20, sandbox.LONGEST],
-        [bytelevel.SECONDS],
+        [bytelevel.PATTERN_SECONDS],
         [server.MAX_WATCHERS],
     ]
 

@@ -700,7 +700,7 @@ BACKTRACKING = "(?:a|a)*[bc]{2}"
 
 def test_patterns_have_their_seconds_for_all_parts_of_a_text(tmp_path, monkeypatch):
     """Whether one part takes them, or many do together; and the next text has its own."""
-    monkeypatch.setattr(tokenizer, "SECONDS", 0.1)
+    monkeypatch.setattr(tokenizer, "PATTERN_SECONDS", 0.1)
     vocab = {c: id for id, c in enumerate(ALPHABET)}
     pre = dict(type="Sequence", pretokenizers=[by_pattern(BACKTRACKING), ALONE])
     config = dict(chat_template="{{ messages[0].content }}")

@@ -31,7 +31,7 @@ from time import thread_time
 
 import tiktoken
 
-from checkpoint.bytelevel import SECONDS, ByteLevel, read_byte_level
+from checkpoint.bytelevel import PATTERN_SECONDS, ByteLevel, read_byte_level
 from checkpoint.chat import (
     ChatTemplate,
     Message,
@@ -192,7 +192,7 @@ class Tokenizer:
         is_first: nothing comes before this text; some models then put a space before it.
         """
         ids = []
-        deadline = thread_time() + SECONDS
+        deadline = thread_time() + PATTERN_SECONDS
         # "Added" are tokens that are found before a text is cut (here without control tokens). The
         # split keeps them: text, token, text, …
         added = self.whole if special else self._vocabulary.added
@@ -230,7 +230,7 @@ class Tokenizer:
             raise UserError(
                 "there is no chat template; use a text, or a folder with a chat_template.jinja"
             )
-        encode = partial(self._bpe.encode, deadline=thread_time() + SECONDS)
+        encode = partial(self._bpe.encode, deadline=thread_time() + PATTERN_SECONDS)
         template = self._templates[source]
         return template.tokens(messages, add_generation_prompt, encode, enable_thinking, tools)
 

@@ -18,7 +18,7 @@ from batcher import Batcher
 from paged import PagedCache
 from request import Request, Result
 
-SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 HISTOGRAMS = {
     "time_to_first_token_seconds": "From arrival to the first token.",
     "inter_token_latency_seconds": "Between two tokens of a text; of a round, their mean.",
@@ -40,19 +40,19 @@ COUNTERS = {
 
 
 class Histogram:
-    """Counts observations up to each bound of SECONDS."""
+    """Counts observations up to each of BOUNDS, in seconds."""
 
     def __init__(self) -> None:
-        self.counts = [0] * (len(SECONDS) + 1)  # the last: above all bounds
+        self.counts = [0] * (len(BOUNDS) + 1)  # the last: above all bounds
         self.sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        self.counts[bisect_left(SECONDS, value)] += times
+        self.counts[bisect_left(BOUNDS, value)] += times
         self.sum += value * times
 
     def lines(self, name: str, label: str) -> Iterator[str]:
         total = 0
-        for bound, count in zip((*SECONDS, "+Inf"), self.counts):
+        for bound, count in zip((*BOUNDS, "+Inf"), self.counts):
             total += count
             yield f'{name}_bucket{{{label},le="{bound}"}} {total}'
         yield f"{name}_sum{{{label}}} {self.sum}"

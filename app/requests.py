@@ -19,8 +19,8 @@ from settings import NOTATIONS, Options
 if TYPE_CHECKING:
     from generate import Model
 
-SETTINGS = tuple(Settings.__dataclass_fields__)
-NAMES = ("prompt", "id", "system", "raw", *SETTINGS)
+SETTING_NAMES = tuple(Settings.__dataclass_fields__)
+NAMES = ("prompt", "id", "system", "raw", *SETTING_NAMES)
 
 
 @dataclass
@@ -107,7 +107,7 @@ def check_fields(fields: dict[str, Any]) -> None:
 def settings_of(fields: dict[str, Any], defaults: Settings) -> Settings:
     """The settings of a line; null is as if it were left out. A grammar takes the place of one in
     another notation."""
-    chosen = {name: fields[name] for name in SETTINGS if fields.get(name) is not None}
+    chosen = {name: fields[name] for name in SETTING_NAMES if fields.get(name) is not None}
     if any(notation in chosen for notation in NOTATIONS):
         chosen = dict.fromkeys(NOTATIONS) | chosen
     return replace(defaults, **chosen)

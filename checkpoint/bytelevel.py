@@ -11,8 +11,8 @@ and a token that no merge completes has no rank. Why: while nothing merges acros
 stretch of bytes, it is merged in a text as it is alone; so two neighbours that spell a token came
 about by that token's own merges.
 
-A pattern may backtrack without end: a stranger wrote it. For one text it gets SECONDS of a thread,
-and none is longer than LONGEST_PATTERN with its repeats written out.
+A pattern may backtrack without end: a stranger wrote it. For one text it gets PATTERN_SECONDS of a
+thread, and none is longer than LONGEST_PATTERN with its repeats written out.
 
 Steps behind `ByteLevel` cut the letters that stand for bytes, so a piece may end amid a character:
 what is left of it are lone surrogates then, as Python's `surrogateescape` has them.
@@ -61,7 +61,7 @@ PUNCTUATION = r"[\p{P}!-/:-@\[-`{-~]"  # Unicode's, and all of ASCII's
 LINEAR = {GPT2_SPLIT, LLAMA3_SPLIT, QWEN2_SPLIT, r"\p{N}", r"\p{N}+"}
 LINEAR |= {PUNCTUATION, f"{PUNCTUATION}+"}
 
-SECONDS = 5.0
+PATTERN_SECONDS = 5.0  # of a thread, for all patterns and one text
 LONGEST_PATTERN = 100_000  # characters
 MOST_STEPS = 16  # of a pre_tokenizer
 MOST_MARKS = 1000  # combining marks in a row: Python orders n of them in a time like n²
@@ -133,8 +133,8 @@ def timed_split(pattern: str) -> Split:
             factor *= 2
             left = deadline - thread_time()
         raise UserError(
-            f"the split pattern {brief(pattern)} takes more than {SECONDS} s for this text: change "
-            "the text, or use another tokenizer"
+            f"the split pattern {brief(pattern)} takes more than {PATTERN_SECONDS} s for this "
+            "text: change the text, or use another tokenizer"
         )
 
     return split

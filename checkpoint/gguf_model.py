@@ -60,7 +60,7 @@ MODULES = {  # of a GGUF -> of a folder
     "ffn_down": "mlp.down_proj",
 }
 MODEL_TYPES = {"llama": "mistral", "qwen2": "qwen2", "qwen3": "qwen3"}  # of an architecture
-SETTINGS = {  # of a config.json -> of a GGUF, behind its architecture
+GGUF_SETTINGS = {  # of a config.json -> of a GGUF, behind its architecture
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
     "num_hidden_layers": "block_count",
@@ -170,7 +170,7 @@ def read_gguf_config(checkpoint: GGUFCheckpoint) -> Config:
 def config_json(gguf: GGUF) -> Json:
     """The metadata as a config.json has them: a Llama's is a Mistral's, which may have a sliding
     window."""
-    data = {name: setting(gguf, theirs) for name, theirs in SETTINGS.items()}
+    data = {name: setting(gguf, theirs) for name, theirs in GGUF_SETTINGS.items()}
     factor = setting(gguf, "rope.scaling.factor", setting(gguf, "rope.scale_linear"))
     kind = setting(gguf, "rope.scaling.type", "linear")
     is_scaled = kind != "none" and (factor or kind != "linear")

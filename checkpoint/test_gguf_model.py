@@ -12,7 +12,7 @@ from torch import Tensor
 from checkpoint.config import Config
 from checkpoint.gguf import GGUF, PLAIN
 from checkpoint.gguf_blocks import BLOCK_FORMATS, unpack
-from checkpoint.gguf_model import MODULES, SETTINGS, GGUFCheckpoint, read_gguf_config
+from checkpoint.gguf_model import GGUF_SETTINGS, MODULES, GGUFCheckpoint, read_gguf_config
 from checkpoint.gguf_vocabulary import read_gguf_vocabulary
 from checkpoint.hub import find_folder, find_model
 from checkpoint.load import fill_model
@@ -55,7 +55,7 @@ def settings_of(config: dict[str, Any]) -> dict[str, bytes]:
     """The metadata of a config.json."""
     kind = config.get("model_type", "llama")
     metadata = {"general.architecture": string(kind)}
-    for ours, theirs in SETTINGS.items():
+    for ours, theirs in GGUF_SETTINGS.items():
         value = config[ours]
         metadata[f"{kind}.{theirs}"] = number("I" if isinstance(value, int) else "f", value)
     return metadata
