@@ -24,14 +24,14 @@ from kernels import Ops
 from kvcache import AttentionMetadata, KVCache
 from model import Llama
 from paged import PagedCache
-from proof import distance, enumerate_law
+from proof import distance
 from request import Request, Settings
 from runner import ModelRunner, ScheduledRequest
 from sampling import Setting, probabilities
 from settings import Options
 from speculative import Drawing, Round
 from test_kernels import num_found
-from test_speculative import Kind, PaddedCoin, new_tokens, play
+from test_speculative import Kind, laws_of, play
 
 LAYERS = (1, 0)  # whose inputs the head reads: not in their order
 FLAGS = (
@@ -542,24 +542,14 @@ def test_law_is_the_targets_with_a_head_and_with_a_rounded_draft(draft, bits, co
         Kind((1, 0), 2, 3, (), dict(temperature=0.0)),
     ]
 
-    def run(walk, n: int) -> list:
-        chosen = [branch.decide([1.0] * len(kinds)) for branch in walk.branches]
-        requests = [kinds[i].request(row) for row, i in enumerate(chosen)]
+    def make_runner(n: int, make_coin) -> ModelRunner:
         cache = KVCache(target.kv_spec(draft_layers=1), 8, n)
         drafter = EagleDrafter(head, cache)
         if draft == "model":
             drafter = ModelDrafter(small, KVCache(small.kv_spec(), 8, n))
+        return ModelRunner(target, cache, Drawing(3, coupled, make_coin), drafter=drafter)
 
-        def coin(*keys):
-            return PaddedCoin(walk(*keys).branches)
-
-        runner = ModelRunner(target, cache, Drawing(3, coupled, make_coin=coin), drafter=drafter)
-        play(runner, requests)
-        return list(zip(chosen, map(new_tokens, requests)))
-
-    laws = enumerate_law(run, width=512)
-    for i, kind in enumerate(kinds):
-        law = {text: p for (number, text), p in laws.items() if number == i}
+    for kind, law in zip(kinds, laws_of(kinds, make_runner), strict=True):
         assert distance(law, law_of(target, kind)) < 1e-12
 
 

@@ -20,17 +20,17 @@ from hypothesis import strategies as st
 
 from batcher import Batcher
 from conftest import ROOT, Place, write_tokenizer
-from drafters import ModelDrafter, NgramDrafter
+from drafters import ModelDrafter
 from errors import UserError
 from generate import Engine, Model, generate, load_draft
 from kvcache import KVCache
-from proof import Law, Toy, Walk, distance, enumerate_law
+from proof import Law, Toy, distance
 from request import OutputStream, Request, Settings
 from runner import ModelRunner
 from sampling import probabilities
 from speculative import Drawing, Round
 from test_batcher import LLAMA, drafter_of, paged, random_tokens
-from test_speculative import Kind, PaddedCoin, new_tokens, play, toy_cache, toy_runner
+from test_speculative import Kind, laws_of, new_tokens, toy_cache
 from test_spm import load, tokenizer_model
 from tokenizer import Tokenizer
 
@@ -123,37 +123,16 @@ KINDS = [  # γ from 0 to 3, ends within accepted drafts, every setting, and tex
 ]
 
 
-def laws_of(
-    kinds: Sequence[Kind], draft: Toy | None = DRAFT, where: str = "own", coupled: bool = False
-) -> list[Law]:
-    """The law of each kind of text, from ragged batches of all kinds. draft None: n-grams."""
-
-    def run(walk: Walk, n: int) -> list:
-        chosen = [branch.decide([1.0] * len(kinds)) for branch in walk.branches]
-        requests = [kinds[i].request(row) for row, i in enumerate(chosen)]
-
-        def coin(*keys):
-            return PaddedCoin(walk(*keys).branches)
-
-        drawing = Drawing(4, coupled, coin)
-        if draft is None:
-            runner = ModelRunner(
-                TARGET, toy_cache(n), drawing, drafter=NgramDrafter(), grammars=GRAMMARS
-            )
-        else:
-            runner = toy_runner(n, TARGET, draft, where, coupled, coin, grammars=GRAMMARS)
-        play(runner, requests)
-        return list(zip(chosen, map(new_tokens, requests)))
-
-    laws = enumerate_law(run, width=512)
-    return [{text: p for (kind, text), p in laws.items() if kind == i} for i in range(len(kinds))]
+def masked_laws(kinds: Sequence[Kind], **options: Any) -> list[Law]:
+    """The law of each kind of text, as production makes it."""
+    toys = dict(target=TARGET, draft=DRAFT, grammars=GRAMMARS)
+    return laws_of(kinds, **toys, **options)
 
 
 @pytest.mark.parametrize("where", ["own", "contiguous", "paged", "n-grams"])
 def test_law_of_every_text_of_a_ragged_batch_is_the_definitions(where):
-    draft = None if where == "n-grams" else DRAFT
     kinds = KINDS if where == "own" else KINDS[:3] + KINDS[-2:]
-    for kind, law in zip(kinds, laws_of(kinds, draft, where), strict=True):
+    for kind, law in zip(kinds, masked_laws(kinds, where=where), strict=True):
         assert sum(law.values()) == pytest.approx(1, abs=1e-12)
         assert distance(law, masked_law(TARGET, kind)) < 1e-12, kind
 
@@ -164,7 +143,7 @@ def test_law_of_coupled_mode_is_the_definitions(monkeypatch):
     monkeypatch.setattr(grammar_page, "SLOW_STEP", -1.0)
     monkeypatch.setattr(grammar_page, "SLOW_MASK", math.inf)
     kinds = [kind._replace(gamma=min(kind.gamma, 1), max_tokens=3) for kind in KINDS[:3]]
-    for kind, law in zip(kinds, laws_of(kinds, coupled=True), strict=True):
+    for kind, law in zip(kinds, masked_laws(kinds, coupled=True), strict=True):
         assert distance(law, masked_law(TARGET, kind)) < 1e-12, kind
 
 
@@ -176,7 +155,7 @@ def test_law_of_coupled_mode_is_the_definitions(monkeypatch):
 )
 def test_law_is_any_regexs(regex, gamma, more):
     kind = Kind((2,), gamma, 3, ends=(END,), settings=dict(regex=regex, **more))
-    (law,) = laws_of([kind])
+    (law,) = masked_laws([kind])
     assert distance(law, masked_law(TARGET, kind)) < 1e-12
 
 
@@ -186,7 +165,7 @@ def test_law_is_any_regexs(regex, gamma, more):
 def error_of(kind: Kind, **options: Any) -> float:
     """How far the law of this kind of text is from the definition; 1 if it falls apart before."""
     try:
-        (law,) = laws_of([kind], **options)
+        (law,) = masked_laws([kind], **options)
     except (AssertionError, LookupError, RuntimeError, ValueError):
         return 1.0
     return distance(law, masked_law(TARGET, kind))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import museum
 from conftest import Cipher, Place
-from drafters import ModelDrafter, SelfDrafter
+from drafters import ModelDrafter, NgramDrafter, SelfDrafter
 from kernels import Ops
 from kvcache import KVCache, KVSpec
 from paged import PagedCache
@@ -77,10 +77,13 @@ def toy_runner(
     by_token=False,
     **options,
 ) -> ModelRunner:
-    """where: the draft's keys and values: its own cache, or the target's, contiguous or paged."""
+    """where: the draft's keys and values: its own cache, or the target's, contiguous or paged; or
+    n-grams, which have none."""
     cache = toy_cache(n, where == "paged")
     drafter = ModelDrafter(draft, toy_cache(n))
-    if where != "own":
+    if where == "n-grams":
+        drafter = NgramDrafter()
+    elif where != "own":
         drafter = SelfDrafter(draft, cache)
     drawing = Drawing(target.V, coupled, make_coin, by_token=by_token)
     return ModelRunner(target, cache, drawing, drafter=drafter, **options)
@@ -128,8 +131,9 @@ class PaddedCoin(WalkingCoin):
         return picked
 
 
-def laws_of(kinds: Sequence[Kind], **options) -> list[dict]:
-    """The law of each kind of row, from batches in which rows of all kinds lie side by side."""
+def laws_of(kinds: Sequence[Kind], make_runner=toy_runner, **options) -> list[dict]:
+    """The law of each kind of row, from batches in which rows of all kinds lie side by side.
+    make_runner(n, make_coin, **options): for n rows."""
 
     def run(walk: Walk, n: int) -> list:
         chosen = [branch.decide([1.0] * len(kinds)) for branch in walk.branches]
@@ -138,7 +142,7 @@ def laws_of(kinds: Sequence[Kind], **options) -> list[dict]:
         def coin(*keys):
             return PaddedCoin(walk(*keys).branches)
 
-        play(toy_runner(n, make_coin=coin, **options), requests)
+        play(make_runner(n, make_coin=coin, **options), requests)
         return list(zip(chosen, map(new_tokens, requests)))
 
     laws = enumerate_law(run, width=512)
