@@ -162,10 +162,10 @@ def test_law_is_any_regexs(regex, gamma, more):
 # ---- Planted bugs: the enumeration sees each
 
 
-def error_of(kind: Kind, **options: Any) -> float:
+def error_of(kind: Kind) -> float:
     """How far the law of this kind of text is from the definition; 1 if it falls apart before."""
     try:
-        (law,) = masked_laws([kind], **options)
+        (law,) = masked_laws([kind])
     except (AssertionError, LookupError, RuntimeError, ValueError):
         return 1.0
     return distance(law, masked_law(TARGET, kind))
