@@ -101,39 +101,34 @@ def reference(
     return ids
 
 
+ALONE = BYTE_LEVEL | dict(use_regex=False)
+
+
+def by_pattern(pattern: str, behavior: str = "Isolated", invert: bool = False) -> dict[str, Any]:
+    return dict(type="Split", pattern={"Regex": pattern}, behavior=behavior, invert=invert)
+
+
+def digits(individual: bool) -> dict[str, Any]:
+    return dict(type="Digits", individual_digits=individual)
+
+
+def punctuation(behavior: str) -> dict[str, Any]:
+    return dict(type="Punctuation", behavior=behavior)
+
+
+def in_turn(*steps: dict[str, Any]) -> dict[str, Any]:
+    return dict(type="Sequence", pretokenizers=list(steps))
+
+
 KINDS: dict[str, dict[str, Any]] = {
     "gpt2": dict(pre=BYTE_LEVEL, splits=[GPT2_SPLIT]),
-    "digits": dict(
-        pre=dict(
-            type="Sequence", pretokenizers=[dict(type="Digits", individual_digits=True), BYTE_LEVEL]
-        ),
-        splits=[r"\p{N}", GPT2_SPLIT],
-    ),
+    "digits": dict(pre=in_turn(digits(True), BYTE_LEVEL), splits=[r"\p{N}", GPT2_SPLIT]),
     "llama3": dict(
-        pre=dict(
-            type="Sequence",
-            pretokenizers=[
-                dict(
-                    type="Split", pattern={"Regex": LLAMA3_SPLIT}, behavior="Isolated", invert=False
-                ),
-                BYTE_LEVEL | dict(use_regex=False),
-            ],
-        ),
+        pre=in_turn(by_pattern(LLAMA3_SPLIT), ALONE),
         splits=[LLAMA3_SPLIT],
         ignore_merges=True,
     ),
-    "qwen2": dict(
-        pre=dict(
-            type="Sequence",
-            pretokenizers=[
-                dict(
-                    type="Split", pattern={"Regex": QWEN2_SPLIT}, behavior="Isolated", invert=False
-                ),
-                BYTE_LEVEL | dict(use_regex=False),
-            ],
-        ),
-        splits=[QWEN2_SPLIT],
-    ),
+    "qwen2": dict(pre=in_turn(by_pattern(QWEN2_SPLIT), ALONE), splits=[QWEN2_SPLIT]),
     "lacking": dict(pre=BYTE_LEVEL, splits=[GPT2_SPLIT], lacks=b"\x00\x07\xc3\xf0z"),
 }
 
@@ -264,22 +259,7 @@ def test_marks_that_would_take_a_normal_form_long_are_refused(loaded):
         loaded["qwen2"].encode(text + "\u0301")
 
 
-ALONE = BYTE_LEVEL | dict(use_regex=False)
 THREE = "[0-9][0-9][0-9]"
-
-
-def by_pattern(pattern: str, behavior: str = "Isolated", invert: bool = False) -> dict[str, Any]:
-    return dict(type="Split", pattern={"Regex": pattern}, behavior=behavior, invert=invert)
-
-
-def digits(individual: bool) -> dict[str, Any]:
-    return dict(type="Digits", individual_digits=individual)
-
-
-def punctuation(behavior: str) -> dict[str, Any]:
-    return dict(type="Punctuation", behavior=behavior)
-
-
 SENTENCE = "ab12 it's  3"
 SIGNS = "a$$b…+ c12345"
 LETTERS = "aò1²b"  # in GPT-2's alphabet aÃ²1Â²b, where ² is a digit, too
@@ -316,7 +296,7 @@ def test_a_text_is_cut_into_pieces_one_step_after_the_other(tmp_path):
         parts = {spell(data[i:j]) for j in range(len(data) + 1) for i in range(j)}
         # any piece is a token: one sees the pieces
         vocab = {part: id for id, part in enumerate(sorted(parts.union(ALPHABET)))}
-        pre = dict(type="Sequence", pretokenizers=steps)
+        pre = in_turn(*steps)
         tok = load(tmp_path, vocab, [], pre, ignore_merges=True)
         pieces = b"|".join(map(tok.token_bytes, tok.encode(text)))
         is_cut_amid_a_character = "\xc3" in expected
@@ -640,7 +620,7 @@ def refused() -> Iterator[tuple[dict[str, Any], str]]:
                 data["added_tokens"].append(dict(content="<|x|>", special=True) | change)
         yield data, says
     for steps, says in STEPS:
-        pre = dict(type="Sequence", pretokenizers=steps)
+        pre = in_turn(*steps)
         yield describe("gpt2")[0] | dict(pre_tokenizer=pre), says
     data = describe("gpt2")[0]
     merged = dict(id=data["model"]["vocab"]["the"], content="the", special=True)
@@ -688,9 +668,9 @@ def test_patterns_are_not_too_long_with_their_repeats_written_out(tmp_path):
             compile_split(tmp_path, pattern)
     vocab = {c: id for id, c in enumerate(ALPHABET)}
     steps = [digits(True)] * 15
-    assert load(tmp_path, vocab, [], dict(type="Sequence", pretokenizers=[*steps, ALONE]))
+    assert load(tmp_path, vocab, [], in_turn(*steps, ALONE))
     with pytest.raises(UserError, match="has 17 steps; at most 16 make sense"):
-        pre = dict(type="Sequence", pretokenizers=[*steps, *steps[:1], ALONE])
+        pre = in_turn(*steps, *steps[:1], ALONE)
         load(tmp_path, vocab, [], pre)
 
 
@@ -702,7 +682,7 @@ def test_patterns_have_their_seconds_for_all_parts_of_a_text(tmp_path, monkeypat
     """Whether one part takes them, or many do together; and the next text has its own."""
     monkeypatch.setattr(tokenizer, "PATTERN_SECONDS", 0.1)
     vocab = {c: id for id, c in enumerate(ALPHABET)}
-    pre = dict(type="Sequence", pretokenizers=[by_pattern(BACKTRACKING), ALONE])
+    pre = in_turn(by_pattern(BACKTRACKING), ALONE)
     config = dict(chat_template="{{ messages[0].content }}")
     tok = load(tmp_path, vocab, [], pre, plain={"<x>": 300}, config=config)
     for text in ("a" * 30_000 + "b", "a" * 40 + "b\n", ("a" * 18 + "b<x>") * 3000):
