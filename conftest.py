@@ -140,6 +140,26 @@ def random_llama(
     return llama.pack_weights()
 
 
+def add_noise(llama: Llama) -> Llama:
+    """Make its weights differ a little, as those of a draft do."""
+    for tensor in llama.named_tensors().values():
+        noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0))
+        tensor.mul_(1 + 0.05 * noise)
+    return llama
+
+
+# For tests of memory.
+LARGE = dict(
+    hidden_size=512,
+    intermediate_size=2048,
+    num_hidden_layers=8,
+    num_attention_heads=8,
+    head_dim=64,
+    vocab_size=8192,
+    tie_word_embeddings=False,
+)
+
+
 # ---- Model folders, such as a user might have
 
 CHATML = (

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from batcher import RETRY_AFTER, Batcher
-from conftest import random_llama, write_model
+from conftest import add_noise, random_llama, write_model
 from drafters import Drafter, ModelDrafter, NgramDrafter, SelfDrafter
 from errors import UserError
 from generate import Engine, Model, load_draft
@@ -37,10 +37,8 @@ V = 259
 
 LLAMA = random_llama(1, max_position_embeddings=300)
 SMALLER = random_llama(1, max_position_embeddings=300, num_hidden_layers=1)
-ROUNDED = random_llama(1, max_position_embeddings=300)  # as if its weights were rounded
-for tensor in ROUNDED.named_tensors().values():
-    noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0))
-    tensor.mul_(1 + 0.05 * noise)
+# As if its weights were rounded.
+ROUNDED = add_noise(random_llama(1, max_position_embeddings=300))
 
 
 def paged(llama: Llama, blocks: int, size: int, sharing=True, bits: Bits = (16, 16)) -> PagedCache:

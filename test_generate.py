@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 import generate as page
 from checkpoint.formats import Quantization
 from checkpoint.hub import find_model
-from conftest import CHATML, random_llama, write_model
+from conftest import CHATML, add_noise, random_llama, write_model
 from errors import UserError
 from generate import DRAFTS, Draft, Engine, Model, generate, load_draft, plain_loop, stream
 from grammar import Grammars
@@ -41,9 +41,7 @@ def model(base) -> Model:
 def draft(base) -> Model:
     """Nearly the model."""
     draft = Model.load(base, "cpu", torch.float64)
-    for tensor in draft.llama.named_tensors().values():
-        noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0))
-        tensor.mul_(1 + 0.05 * noise)
+    add_noise(draft.llama)
     return draft
 
 

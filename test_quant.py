@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import quant
 from checkpoint.config import Config
-from conftest import SMALL, peak
+from conftest import LARGE, SMALL, peak
 from errors import UserError
 from model import Llama
 from quant import (
@@ -258,16 +258,6 @@ def test_groups_keep_large_channels_from_spoiling_a_key():
 
 
 # ---- Models
-
-LARGE = dict(
-    tie_word_embeddings=False,
-    hidden_size=512,
-    intermediate_size=2048,
-    num_hidden_layers=8,
-    num_attention_heads=8,
-    head_dim=64,
-    vocab_size=8192,
-)
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="memory is read from /proc")

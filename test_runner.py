@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import runner as runner_page
+from conftest import add_noise
 from drafters import ModelDrafter, NgramDrafter, SelfDrafter
 from errors import UserError
 from gamma import MEASURED, PLAIN, TRIAL
@@ -259,9 +260,7 @@ PROMPTS = ["Once upon a time", "The little dog", "One day, Tom said that"]
 def pair(base) -> tuple[Model, Model]:
     """Random weights, and nearly the same. A byte is a token."""
     model, draft = (Model.load(base, "cpu", torch.float64) for _ in range(2))
-    for tensor in draft.llama.named_tensors().values():
-        noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0))
-        tensor.mul_(1 + 0.05 * noise)
+    add_noise(draft.llama)
     return model, draft
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from checkpoint.config import Config
 from checkpoint.formats import Quantization, empty_matrix
 from checkpoint.load import fill_model
-from conftest import SMALL, peak, write_model
+from conftest import LARGE, SMALL, peak, write_model
 from eagle import EagleHead
 from errors import UserError
 from kernels import ops_for
@@ -91,16 +91,6 @@ def test_weights_larger_than_memory_are_refused_before_any_is_asked_for(tmp_path
 
 
 # ---- Memory
-
-LARGE = dict(
-    hidden_size=512,
-    intermediate_size=2048,
-    num_hidden_layers=8,
-    num_attention_heads=8,
-    head_dim=64,
-    vocab_size=8192,
-    tie_word_embeddings=False,
-)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="read from Linux's /proc")
