@@ -13,11 +13,7 @@ ALIASES = {
     "8B": "meta-llama/Llama-3.1-8B-Instruct",
     "70B": "meta-llama/Llama-3.3-70B-Instruct",
 }
-EMBEDDED = {  # in the repository
-    "tiny": "models/tiny",
-    "tiny-draft": "models/tiny-draft",
-    "tiny-eagle": "models/tiny-eagle",
-}
+EMBEDDED = ("tiny", "tiny-draft", "tiny-eagle")  # in the repository's folder models/
 WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 UNWANTED = ["original/*.json", "*/*.safetensors", "consolidated*"]  # makers' layouts, adapters
 PART = r"-(?!00001)\d{5}-of-\d{5}\.gguf$"  # a file of a split, but the first
@@ -31,7 +27,7 @@ def find_model(name: str | Path, others: Iterable[str] = ()) -> Path:
     text = str(name)
     folder = Path(os.path.expanduser(text))
     if text in EMBEDDED:
-        folder = Path(__file__).parent.parent / EMBEDDED[text]
+        folder = Path(__file__).parent.parent / "models" / text
     if text and folder.is_dir():
         return gguf_of(folder) or folder
     if is_gguf(folder) and folder.is_file():
