@@ -182,7 +182,21 @@ class TokenTexts(NamedTuple):
         own."""
         special = {}
         others = {}
-        ids = dict(vocab)
+        for entry in entries:
+            text = entry["content"]
+            is_special = entry.get("special") and text not in TEXTS
+            kind = special if is_special else others
+            kind[text] = entry["id"]
+        normalized = texts_with("normalized", entries) & others.keys()
+        swallows = Swallows(texts_with("lstrip", entries), texts_with("rstrip", entries))
+        texts = cls(file, vocab, special, others, normalized, swallows, prefix, named)
+        texts.check(entries)
+        return texts
+
+    def check(self, entries: list[Json]) -> None:
+        """What is wrong with the added tokens, names, ids and the prefix: UserError."""
+        file = self.file
+        ids = dict(self.vocab)
         for entry in entries:
             text = entry["content"]
             if len(text) > LONGEST_TOKEN:
@@ -192,12 +206,9 @@ class TokenTexts(NamedTuple):
                 reject(file, f"{text!r} sets single_word", "only plain matching is supported")
             if ids.setdefault(text, entry["id"]) != entry["id"]:
                 reject(file, f"{text!r} has id {entry['id']!r} and {ids[text]!r}", "one is right")
-            is_special = entry.get("special") and text not in TEXTS
-            kind = special if is_special else others
-            kind[text] = entry["id"]
         for name in WRITTEN:
-            text = named.get(name)
-            if text and text not in special | others:
+            text = self.named.get(name)
+            if text and text not in self.special | self.added:
                 wrong = f"{name} is {text!r}, which is none of its added tokens"
                 reject(file, wrong, "correct the name in tokenizer_config.json, or add the token")
         for text, id in ids.items():
@@ -206,13 +217,10 @@ class TokenTexts(NamedTuple):
         known = set(ids.values())
         if len(known) < len(ids):
             reject(file, "two tokens have one id", "each token needs an id of its own")
-        for id in prefix:
+        for id in self.prefix:
             if type(id) is not int or id not in known:
                 wrong = f"a prompt begins with token {id!r}"
                 reject(file, wrong, "it must be one of the vocabulary")
-        normalized = texts_with("normalized", entries) & others.keys()
-        swallows = Swallows(texts_with("lstrip", entries), texts_with("rstrip", entries))
-        return cls(file, vocab, special, others, normalized, swallows, prefix, named)
 
     def refuse_normalized(self) -> None:
         """UserError if an added token is searched in a text that was normalized."""
