@@ -86,20 +86,20 @@ class Settings:
         for notation in ("regex", "grammar"):
             if getattr(self, notation) is not None:
                 check_text(notation, getattr(self, notation))
-        for notation in NOTATIONS:
-            check_size(notation, getattr(self, notation) or "")
-        self.follows  # UserError if there are several
+        given = [notation for notation in NOTATIONS if getattr(self, notation) is not None]
+        for notation in given:
+            check_size(notation, getattr(self, notation))
+        if len(given) > 1:
+            raise UserError(f"{' and '.join(given)} are given: a text follows one of them")
 
     @property
     def follows(self) -> Grammar | None:
-        """The grammar of the text; None: the text is free. UserError if there are several."""
-        given = [notation for notation in NOTATIONS if getattr(self, notation) is not None]
-        if len(given) > 1:
-            raise UserError(f"{' and '.join(given)} are given: a text follows one of them")
-        if not given:
-            return None
-        (notation,) = given
-        return Grammar(notation, getattr(self, notation))
+        """The grammar of the text; None: the text is free."""
+        for notation in NOTATIONS:
+            text = getattr(self, notation)
+            if text is not None:
+                return Grammar(notation, text)
+        return None
 
 
 # ---- The options of an engine --------------------------------------------------------------------
