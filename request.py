@@ -31,7 +31,7 @@ class RoundStats(NamedTuple):
     """The counts of a past round of one request (runner.py)."""
 
     num_drafts: int
-    num_accepted: int  # accepted drafts; if plain steps were done as one, all tokens but the last
+    num_accepted: int  # drafts that stand; of several plain tokens in one step, all but the last
     batch_size: int = 1  # requests that shared the round
 
 

@@ -7,8 +7,8 @@ ours of them (`convert`). Its `to_dict` is the `quantization_config` again.
   - `Quantization` is quant.py's: the folder holds the model's own tensors.
   - Other programs' (layouts.py) store a matrix in tensors of other shapes.
 
-Invariant: a number is read as it is stored, never rounded. (Another program's scale becomes a
-float32; ours stays a bfloat16.)
+Invariant: a number is read as it is stored, never rounded. (A scale of another program may get a
+wider type; ours stays a bfloat16.)
 
     N rows, K columns, M groups of a row that share a scale
 """
