@@ -453,21 +453,25 @@ class ModelRunner:
         request.tokens += new
         request.origins += origins[: len(new)]
         request.rounds.append(stats)
-        state = request.grammar_state
-        if state is not None:
-            if request.finish_reason == "stop" and new[-1] not in self.grammars.eos_token_ids:
-                state.settle(new[:-1])  # the last token is the client's own end, which nobody sees
-                request.is_cut = not state.may_end
-            else:
-                state.settle(new)
-            if self.target.group.agree(state.has_failed):  # each process has a clock of its own
-                request.error = (
-                    "its grammar allows no token of this model here, or takes too much work for a "
-                    "mask: simplify it"
-                )
+        if request.grammar_state is not None:
+            self._settle_grammar(request, new)
         self.cache.commit(request.seq, request.tokens, len(new))
         self.drafter.commit(request, len(new))
         return new
+
+    def _settle_grammar(self, request: Request, new: list[int]) -> None:
+        """Let the grammar follow what a round made; it may end the text."""
+        state = request.grammar_state
+        if request.finish_reason == "stop" and new[-1] not in self.grammars.eos_token_ids:
+            state.settle(new[:-1])  # the last token is the client's own end, which nobody sees
+            request.is_cut = not state.may_end
+        else:
+            state.settle(new)
+        if self.target.group.agree(state.has_failed):  # each process has a clock of its own
+            request.error = (
+                "its grammar allows no token of this model here, or takes too much work for a "
+                "mask: simplify it"
+            )
 
     # ---- A step of several tokens, without drafts: the host waits for the device once
 
