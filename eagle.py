@@ -195,17 +195,6 @@ class EagleHead(Llama):
         self.head = self.ops.pack_weight(self.head, self.dtype)
         return self
 
-    def unpacked(self) -> EagleHead:
-        shard = self.eagle.shard(self.group)
-        return EagleHead(
-            shard,
-            self.target,
-            "meta",
-            dtype=self.dtype,
-            seed=None,
-            weight_dtype=self.weight_dtype,
-        )
-
     @classmethod
     def load_for(cls, folder: Path, target: Llama, bits: Kind = 16) -> EagleHead:
         """The head in a folder, for this target: see `checkpoint.load.load_eagle`."""

@@ -111,6 +111,7 @@ class Llama:
         if not config.tie_word_embeddings:
             self.head = self._linear("head", self.vocab_rows, C)
         self.frequencies = rope_frequencies(config).to(device)  # [D / 2]
+        self.packed_bytes: dict[str, int] = {}  # of each tensor, when it has been packed
         if seed is not None:
             self._randomize(seed)
 
@@ -286,11 +287,8 @@ class Llama:
         self.head = self.embed if is_tied else self.ops.pack_weight(self.head, self.dtype)
         return self
 
-    def unpacked(self) -> Llama:
-        """This model before `pack_weights`, without memory for its tensors."""
-        return Llama(self.config, "meta", self.dtype, seed=None, weight_dtype=self.weight_dtype)
-
     def _pack_layers(self) -> None:
+        self.packed_bytes = tensor_bytes(self)
         places = [*product(self.layers, ("qkv", "o", "gate_up", "down"))]
         num_bytes = sum(getattr(layer, role).weight.nbytes for layer, role in places)
 
@@ -335,13 +333,17 @@ def weight_bytes(llama: Llama, read: bool = False) -> int:
 
     read: count only what a step reads. It reads single rows of an embedding that is not tied.
     """
-    plain = llama.unpacked()
     is_tied = llama.embed is llama.head
     total = 0
-    for name, tensor in plain.named_tensors().items():
+    for name, num_bytes in (llama.packed_bytes or tensor_bytes(llama)).items():
         if is_tied or not read or "embed_tokens" not in name:
-            total += tensor.nbytes
+            total += num_bytes
     return total
+
+
+def tensor_bytes(llama: Llama) -> dict[str, int]:
+    """The bytes of each tensor of a model that is not packed."""
+    return {name: tensor.nbytes for name, tensor in llama.named_tensors().items()}
 
 
 def rope_frequencies(config: Config) -> Tensor:

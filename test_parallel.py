@@ -47,7 +47,7 @@ from conftest import ROOT, SMALL, heard, write_model
 from errors import UserError
 from generate import Engine, Model, check_draft, load_draft
 from kvcache import KVCache, KVSpec
-from model import Llama
+from model import Llama, weight_bytes
 from parallel import group_for, num_processes, shard_config, shard_tensor, stop_flag
 from request import OutputStream, Settings
 from settings import Options
@@ -429,6 +429,18 @@ def test_the_bytes_of_a_token_are_those_of_the_formula(everywhere, models):
     numbers = (2 * c.num_hidden_layers + 1) * c.hidden_size + math.ceil(c.vocab_size / 4)
     expected = 7 * 8 * numbers  # tokens, bytes of a float64
     assert everywhere(4, bytes_sent, models["biased"], 7) == [expected] * 4
+
+
+def told_and_held(folder: Path) -> tuple[int, int]:
+    """The bytes that are told of the weights, and those that they have before they are packed."""
+    llama = Llama.load(folder, "cpu", torch.float32, trainable=True)
+    held = sum(tensor.nbytes for tensor in llama.named_tensors().values())
+    return weight_bytes(llama.pack_weights()), held
+
+
+def test_each_process_tells_the_weights_that_it_holds(everywhere, models):
+    for told, held in everywhere(2, told_and_held, models["tied"]):
+        assert told == held
 
 
 def kilobytes(key: str) -> int:
