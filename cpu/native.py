@@ -496,12 +496,12 @@ def cache_layout(cache: Cache) -> Step | None:
     if library() is None:
         return None
     if "native" not in cache.backend:
-        cache.backend["native"] = None
+        layout = None
         if cache.dtype != torch.float64 and reads(cache.keys, cache.values):
             numbers = cache.keys.parts[0]
             width = numbers.shape[4]
             layer, block, _, head, _ = (n // width for n in numbers.stride())  # vectors between
-            cache.backend["native"] = Step(
+            layout = Step(
                 keys=Vectors.of(cache.keys),
                 values=Vectors.of(cache.values),
                 block_size=numbers.shape[2],
@@ -509,6 +509,7 @@ def cache_layout(cache: Cache) -> Step | None:
                 head=head,
                 layer=layer,
             )
+        cache.backend["native"] = layout  # not before it is whole: Ctrl-C may come amid it
     return cache.backend["native"]
 
 

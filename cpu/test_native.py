@@ -469,6 +469,20 @@ def test_ctrl_c_between_calls_of_c_is_a_keyboard_interrupt():
     assert raised == {"KeyboardInterrupt": 300}
 
 
+def test_ctrl_c_while_a_cache_is_looked_at_leaves_it_to_c(monkeypatch):
+    """Otherwise its next texts would be slower, and have other last bits."""
+    cache = KVCache(KVSpec(1, 1, 8), 4)
+
+    def interrupted(store: Store) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(native.Vectors, "of", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            native.cache_layout(cache)
+    assert native.cache_layout(cache) is not None
+
+
 # ---- Where it cannot be compiled ----------------------------------------------------------------
 
 
