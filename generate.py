@@ -354,7 +354,7 @@ class Engine:
         )
         self.batcher = Batcher(self.runner, options.max_batch)
         for setting in model.recommended.unsupported():
-            where = "this model's generation_config.json"
+            where = f"this model's {model.recommended.where}"
             warnings.warn(f"{where} asks for {setting}, which is not done here")
         if options.max_batch > 1:  # compile now what only steps of many texts launch
             llama.ops.warm_up(llama, cache, vocab_size)

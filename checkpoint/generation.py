@@ -1,9 +1,10 @@
 """How a model's makers want text to be drawn from it: generation_config.json.
 
 The file holds sampling settings, the tokens that end a text, and the switch `do_sample`. Without
-`do_sample` the makers recommend greedy decoding. A setting that changes the text and that this
-project does not have (a repetition penalty, beams) is never dropped in silence: `unsupported` names
-it, and the caller says so.
+`do_sample` the makers recommend greedy decoding. A GGUF has the settings in its metadata
+(`general.sampling.temp`, …), and no switch: who writes them there wants to sample. A setting that
+changes the text and that this project does not have (a repetition penalty, beams) is never dropped
+in silence: `unsupported` names it, and the caller says so.
 
 Not covered: lengths (max_new_tokens), which are the user's; a top_k of 50 where the file names
 none, which is a default of transformers and no maker's.
@@ -18,6 +19,8 @@ from typing import TYPE_CHECKING
 
 from checkpoint.config import Config, end_tokens, parse_file
 from checkpoint.files import Json
+from checkpoint.gguf import GGUF
+from checkpoint.hub import is_gguf
 from errors import UserError, brief
 from settings import SETTINGS, check_settings
 
@@ -55,14 +58,21 @@ NEUTRAL: Json = {
     "watermarking_config": None,
     "token_healing": False,
     "dola_layers": None,
+    # llama.cpp's
+    "xtc_probability": 0.0,
+    "mirostat": 0,
+    "sequence": None,
 }
+GGUF_PREFIX = "general.sampling."
+GGUF_NAMES = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}  # others are the same
 
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """The settings in a generation_config.json; without the file, none."""
+    """The settings in a generation_config.json or a GGUF; without them, none."""
 
     data: Json = field(default_factory=dict)
+    where: str = "generation_config.json"  # they were found, for messages
 
     def __post_init__(self) -> None:
         do_sample = self.data.get("do_sample", False)
@@ -72,7 +82,10 @@ class GenerationConfig:
 
     @classmethod
     def load(cls, folder: Path) -> GenerationConfig:
-        """The file of this folder, if there is one. UserError names the file."""
+        """The file of this folder, if there is one; or what this GGUF has. UserError names the
+        file."""
+        if is_gguf(folder):
+            return cls(gguf_settings(GGUF.open(folder)), "metadata")
         file = folder / "generation_config.json"
         return parse_file(file, cls) if os.path.lexists(file) else cls()
 
@@ -111,7 +124,7 @@ class GenerationConfig:
         except UserError as error:
             rule = brief(error)
             raise UserError(
-                f"generation_config.json: {rule}; or ask for another yourself"
+                f"the model's {self.where}: {rule}; or ask for another yourself"
             ) from None
         return {"temperature": 1.0} | recommended | asked
 
@@ -123,3 +136,18 @@ class GenerationConfig:
             if value is not None and value != neutral:
                 unsupported.append(f"{name} {brief(value, 60)}")
         return unsupported
+
+
+def gguf_settings(gguf: GGUF) -> Json:
+    """The settings in the metadata of a GGUF, as a generation_config.json has them."""
+    data = {}
+    for key, value in gguf.metadata.items():
+        if key.startswith(GGUF_PREFIX):
+            name = key.removeprefix(GGUF_PREFIX)
+            if isinstance(value, float):
+                value = float(f"{value:.7g}")  # the decimal of which this is the float32
+            data[GGUF_NAMES.get(name, name)] = value
+    top_k = data.get("top_k")
+    if type(top_k) is int:
+        data["top_k"] = max(0, top_k)  # below 0 it keeps all, too
+    return data | {"do_sample": not data.keys().isdisjoint(SETTINGS)}

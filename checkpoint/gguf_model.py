@@ -160,6 +160,8 @@ def read_gguf_config(checkpoint: GGUFCheckpoint) -> Config:
         config = Config.parse(config_json(gguf))
         for name in ("rope.dimension_count", "attention.value_length"):
             check_setting(name, setting(gguf, name, config.head_dim), config.head_dim)
+        name = "rope.scaling.attn_factor"  # of all scores
+        check_setting(name, setting(gguf, name), None, 1.0)
     except UserError as error:
         raise UserError(f"{gguf.file}: {brief(error)}") from None
     if ROPE_FACTORS in gguf.tensors:

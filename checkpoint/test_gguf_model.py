@@ -390,6 +390,7 @@ REFUSED: list[tuple[dict[str, bytes], str]] = [
     ({"llama.attention.head_count": numbers("I", [4, 4])}, "num_attention_heads is [4, 4]"),
     ({"llama.attention.head_count_kv": number("I", 4)}, "the config asks for [128, 128]"),
     ({"llama.rope.dimension_count": number("I", 16)}, "rope.dimension_count is 16"),
+    ({"llama.rope.scaling.attn_factor": number("f", 0.5)}, "rope.scaling.attn_factor is 0.5"),
     ({"llama.rope.scaling.type": string("yarn")}, "rope_type is 'yarn'"),
     ({"llama.attention.value_length": number("I", 16)}, "attention.value_length is 16"),
     ({"llama.attention.causal": number("?", False)}, "is_causal is False"),
