@@ -354,8 +354,7 @@ class Engine:
         )
         self.batcher = Batcher(self.runner, options.max_batch)
         for setting in model.recommended.unsupported():
-            where = f"this model's {model.recommended.where}"
-            warnings.warn(f"{where} asks for {setting}, which is not done here")
+            warnings.warn(f"this model's makers ask for {setting}, which is not done here")
         if options.max_batch > 1:  # compile now what only steps of many texts launch
             llama.ops.warm_up(llama, cache, vocab_size)
             for draft_model in draft.models if draft else ():
@@ -479,7 +478,7 @@ def generate(
     torch.distributed has joined all make the same call. UserError, FileNotFoundError or CacheFull.
     """
     asked = either(prompt, messages)
-    is_batch = messages is None and not isinstance(prompt, str)
+    is_batch = messages is None and not isinstance(prompt, str | dict)  # no prompt is a dict
     prompts = list(asked) if is_batch else [asked]
     engine, streams = prepare(prompts, target, **options)
     results = sorted(engine.serve(streams), key=lambda result: result.index)

@@ -669,6 +669,20 @@ def test_a_wrong_name_of_a_setting_is_told_the_right_ones(model):
     assert replace(Settings(), seed=3) == pickle.loads(pickle.dumps(Settings(seed=3)))
 
 
+def test_mistakes_of_python_callers_are_told_in_a_line(model):
+    message = dict(role="user", content="Hi")
+    for said, prompt, given in (
+        ("chat messages, .* need a chat template", message, {}),
+        ("dtype is 'float32'; it must be None, torch.float32", PROMPT, dict(dtype="float32")),
+        ("dtype is torch.int8", PROMPT, dict(dtype=torch.int8)),
+        ("device 'nope' is unknown", PROMPT, dict(device="nope")),
+        ("device 'meta' is not supported", PROMPT, dict(device="meta")),
+    ):
+        target = "tiny" if given.keys() & {"dtype", "device"} else model
+        with pytest.raises(UserError, match=f"^{said}"):
+            generate(prompt, target, max_tokens=1, **given)
+
+
 def test_an_engine_of_many_texts_warms_up_all_models(monkeypatch):
     """The target, and a head; with one text none."""
     model = Model.load("tiny", "cpu")

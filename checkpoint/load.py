@@ -22,7 +22,15 @@ from torch import Tensor
 
 from checkpoint.config import Config
 from checkpoint.eagle import EagleCheckpoint, EagleConfig, is_eagle
-from checkpoint.formats import Header, Layout, Quantization, Weights, header_of
+from checkpoint.formats import (
+    FLOATS,
+    Header,
+    Layout,
+    Quantization,
+    Weights,
+    check_setting,
+    header_of,
+)
 from checkpoint.gguf_model import GGUFCheckpoint, read_gguf_config
 from checkpoint.hub import find_model, is_gguf
 from checkpoint.progress import do_each
@@ -56,6 +64,8 @@ def load_llama(
     trainable: weights are plain; otherwise they are packed. bits: other than 16 rounds the weights
     of a model in 16 or 32 bits.
     """
+    check_setting("dtype", dtype, None, *FLOATS.values())
+    device = find_device(device)
     config, checkpoint = open_checkpoint(find_model(name))
     weights = cls(config, "meta", seed=None).named_weights()
     check_tensors(checkpoint, weights, config)
@@ -66,7 +76,6 @@ def load_llama(
         )
     numbers = read_weights(checkpoint, weights, config.quantization)
     config = in_bits(config, bits)
-    device = torch.device(device) if device else find_device()
     ops = ops_for(device)
     dtype, weight_dtype = ops.dtypes(checkpoint.dtypes, dtype)
     if trainable:
