@@ -82,7 +82,7 @@ HEADER = '%llguidance {"no_forcing": true}\n'
 JSON_OPTIONS = {"x-guidance": {"whitespace_flexible": False}}
 # What is counted or refused in Lark. Comments and strings come first: nothing in them counts.
 LARK_WORDS = re.compile(
-    r"//.*"  # a comment
+    r"(?://|#).*"  # a comment
     r'|"(?:\\.|[^"\\])*"'  # a string
     r"|(?P<pattern>/(?:\\.|[^/\\])*/)"  # a regular expression
     r"|(?P<control><)"  # the beginning of a control token's name

@@ -566,6 +566,7 @@ WRONG = [  # setting, value, what is told
     ("grammar", "start: %json " + "[" * 10_000, "%json in the grammar is no JSON"),
     ("grammar", 'start: "x" <[3]>', "names a control token"),
     ("grammar", "start: <|endoftext|>", "names a control token"),
+    ("grammar", '# "\nstart: <[3]> # "', "names a control token"),
 ]
 
 
@@ -595,7 +596,7 @@ def test_a_schema_has_white_space_only_where_it_says_so(model):
 
 
 def test_strings_of_a_grammar_may_look_like_tokens(model):
-    lark = 'start: "<[1]>" /a\\/<[2]b/ // <[3]>'
+    lark = '# <[0]> "\nstart: "<[1]>" /a\\/<[2]b/ // <[3]>'
     assert generate("Once", model, grammar=lark).text == "<[1]>a/<2b"
 
 
