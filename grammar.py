@@ -24,14 +24,15 @@ A text with a grammar ends where its grammar ends, even if its request ignores e
 of the client's own may end it earlier; its finish_reason is `length` then, for it is cut. A grammar
 comes from anybody, and its compiling and its masks take time and memory from others:
 
-    its size is bounded before it is compiled             MAX_PATTERN_CHARACTERS, MAX_NAMES
+    its size is bounded before it is compiled             MAX_PATTERN_CHARACTERS, MAX_NAMES,
+                                                          MAX_REMAINDERS
     a text ends if one of its masks takes too much work   LIMITS
     a text ends if its masks delay a step of all texts    SLOW_STEP, SLOW_MASK
 
 Invariant: between rounds the state of a text has read all its new tokens but end-of-text.
 Cost: `python bench.py --target NAME` measures it. Threads of the package make masks while the
 target's pass runs; masks within a string of bounded length cost most.
-Not covered: a grammar that names control tokens.
+Not covered: a grammar that names control tokens; numbers of a schema that 64 bits do not hold.
 
 Koo, Liu & He 2024 (arXiv:2407.08103); Dong et al. 2024, XGrammar (arXiv:2411.15100).
 
@@ -69,6 +70,7 @@ REMEMBERED = 16  # compiled grammars; each takes up to some 20 MB
 # The bounds of a grammar (settings.py bounds its characters).
 MAX_PATTERN_CHARACTERS = 2**13  # in regular expressions: compiling may take their square
 MAX_NAMES = 1000  # rules and terminals in Lark
+MAX_REMAINDERS = 100_000  # of all multipleOf in schemas: compiling looks at each of them
 # The work of llguidance for one mask.
 LIMITS = {"max_items_in_row": 5000, "step_max_items": 10_000, "step_lexer_fuel": 100_000}
 STACK = 2**27  # bytes for the thread that compiles: llguidance recurses, up to once for each name
@@ -181,7 +183,9 @@ class Grammars:
         llguidance = load_llguidance()
         if not self.eos_token_ids:
             raise UserError(f"this model has no end-of-text, and a {grammar.notation} needs one")
-        check_cost(grammar)
+        schemas = schemas_of(grammar)
+        check_cost(grammar, schemas)
+        check_numbers(grammar, schemas)
         limits = llguidance.LLParserLimits(**LIMITS)
         lark = HEADER + lark_of(grammar)
         matcher = llguidance.LLMatcher(self.vocabulary, lark, log_level=0, limits=limits)
@@ -198,22 +202,43 @@ class Grammars:
         )
 
 
-def check_cost(grammar: Grammar) -> None:
-    """UserError if compiling takes too long, or too deep a stack."""
+def schemas_of(grammar: Grammar) -> list[Any]:
+    """The JSON schemas in a grammar. UserError if one is no JSON."""
+    schemas = []
+    if grammar.notation == "schema":
+        schemas.append(json.loads(grammar.text))
+    if grammar.notation == "grammar":
+        for word in LARK_WORDS.finditer(grammar.text):
+            if word["json"]:
+                try:
+                    schema, _ = json.JSONDecoder().raw_decode(grammar.text, word.end())
+                except (ValueError, RecursionError) as error:
+                    raise UserError(f"a %json in the grammar is no JSON: {brief(error)}") from None
+                schemas.append(schema)
+    return schemas
+
+
+def check_cost(grammar: Grammar, schemas: list[Any]) -> None:
+    """UserError if compiling takes too long, or too deep a stack. schemas: those in the grammar."""
     text = grammar.text
     num_names = 0
-    num_characters = 0  # in regular expressions
+    num_characters = sum(map(len, patterns_of(schemas)))  # in regular expressions
+    num_remainders = 0
+    for name, number in numbers_of(schemas):
+        if name == "multipleOf":
+            num_remainders += without_point(number)
     if grammar.notation == "regex":
         num_characters = len(text)
-    if grammar.notation == "schema":
-        num_characters = sum(map(len, patterns_of(json.loads(text))))
     if grammar.notation == "grammar":
         words = list(LARK_WORDS.finditer(text))
         num_names = sum(bool(word["name"]) for word in words)
-        num_characters = num_pattern_characters(text, words)
+        num_characters += sum(len(word["pattern"] or "") for word in words)
+        if any(word["regex"] for word in words):
+            num_characters = len(text)  # any part of it may be a regular expression
     for size, most, unit in (
         (num_characters, MAX_PATTERN_CHARACTERS, "characters of regular expressions"),
         (num_names, MAX_NAMES, "rules and terminals"),
+        (num_remainders, MAX_REMAINDERS, "remainders of multipleOf"),
     ):
         if size > most:
             raise UserError(
@@ -222,24 +247,46 @@ def check_cost(grammar: Grammar) -> None:
             )
 
 
-def num_pattern_characters(lark: str, words: Sequence[re.Match[str]]) -> int:
-    """Characters of regular expressions in a grammar, which has these LARK_WORDS."""
-    if any(word["regex"] for word in words):
-        return len(lark)  # any part of it may be a regular expression
-    count = sum(len(word["pattern"] or "") for word in words)
-    for word in words:
-        if word["json"]:
-            try:
-                schema, _ = json.JSONDecoder().raw_decode(lark, word.end())
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"a %json in the grammar is no JSON: {brief(error)}") from None
-            count += sum(map(len, patterns_of(schema)))
-    return count
+def check_numbers(grammar: Grammar, schemas: list[Any]) -> None:
+    """UserError for a number that llguidance would take for another one: it reads floats of 64
+    bits, and cuts whole numbers to 64 bits."""
+    for name, number in numbers_of(schemas):
+        largest = 2**63 - 1
+        if name.startswith("exclusive"):  # then it adds 1, or subtracts it
+            largest = 2**53 - 1
+        is_read = abs(number) <= largest and min(float(number), largest) == number
+        if not is_read and name not in ("default", "examples"):
+            raise UserError(
+                f"{grammar.notation} {brief(grammar.text, 100)}: {name} has {brief(number, 100)}, "
+                "and whole numbers are followed to the last digit up to 2^53; leave it out, or "
+                "ask for a text of digits"
+            )
 
 
-def patterns_of(schema: Any) -> Iterator[str]:
-    """The regular expressions of a JSON schema, and all that looks like one."""
-    parts = [schema]
+def without_point(number: float) -> int:
+    """25 for 2.5."""
+    number = min(10**18, abs(number))  # of infinity, too
+    while number % 1:
+        number *= 10
+    return int(number)
+
+
+def numbers_of(schemas: list[Any]) -> Iterator[tuple[str, float]]:
+    """The numbers in JSON schemas, each with the name of the field that holds it or its list."""
+    parts: list[tuple[str, Any]] = [("", schemas)]
+    while parts:
+        name, value = parts.pop()
+        if isinstance(value, list):
+            parts += [(name, each) for each in value]
+        if isinstance(value, dict):
+            parts += value.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            yield name, value
+
+
+def patterns_of(schemas: list[Any]) -> Iterator[str]:
+    """The regular expressions of JSON schemas, and all that looks like one."""
+    parts: list[Any] = [schemas]
     while parts:
         part = parts.pop()
         if isinstance(part, list):

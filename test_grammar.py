@@ -554,6 +554,11 @@ WRONG = [  # setting, value, what is told
     ("schema", {"not": {"type": "null"}}, "Unimplemented keys"),
     ("schema", {"type": "integer", "minimum": 3, "maximum": 2}, "cannot be met"),
     ("schema", {"type": "string", "pattern": "(?=a)b"}, "look-ahead"),
+    ("schema", {"const": -(2**63)}, "const has -9223372036854775808, and whole numbers"),
+    ("schema", {"enum": [{"a": [2**53 + 1]}]}, "a has 9007199254740993, and whole numbers"),
+    ("schema", {"minimum": -1e20, "maximum": -1e19, "type": "integer"}, "and whole numbers"),
+    ("schema", {"exclusiveMinimum": 2**53}, "exclusiveMinimum has 9007199254740992"),
+    ("grammar", 'start: %json {"maximum": 1e999}', "maximum has inf"),
     ("schema", json.loads('{"items": ' * 200 + "{}" + "}" * 200), "cannot be met"),
     ("regex", "a(", "unclosed group"),
     ("regex", "", "not empty"),
@@ -593,6 +598,14 @@ def test_a_schema_has_white_space_only_where_it_says_so(model):
         rule = Grammar("schema", json.dumps({"type": "array"} | more))
         start = model.grammars.compile(rule)
         assert len(GrammarState(model.grammars, start, first).allowed(spaced)) == count
+
+
+@pytest.mark.parametrize("number", [-(2**53), 2**60, 2**63 - 1])
+def test_a_large_number_is_followed_to_the_last_digit(number, model):
+    bounds = {"type": "integer", "minimum": number, "maximum": number}
+    schema = {"const": {"value": number}}
+    assert generate("Once", model, schema=bounds).text == str(number)
+    assert generate("Once", model, schema=schema).text == f'{{"value":{number}}}'
 
 
 def test_strings_of_a_grammar_may_look_like_tokens(model):
@@ -658,6 +671,16 @@ BOUNDS = [  # what is compiled; what is one more than that; what is told of it
         "of regular expressions",
     ),
     (dict(schema=chain(1500)), dict(schema=chain(3000)), "characters:"),
+    (
+        dict(schema={"anyOf": [{"multipleOf": each} for each in (5, 0.01)]}),
+        dict(schema={"anyOf": [{"multipleOf": each} for each in (99_999.5, 1)]}),
+        "remainders of multipleOf",
+    ),
+    (
+        dict(grammar='start: %json {"properties": {"multipleOf": {"multipleOf": 2.5}}}'),
+        dict(grammar='start: %json {"properties": {"a": {"multipleOf": 9999991}}}'),
+        "remainders of multipleOf",
+    ),
 ]
 
 

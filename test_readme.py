@@ -73,7 +73,12 @@ def test_the_table_of_bounds_is_that_of_the_code():
         [openai.MAX_STOPS, openai.MAX_STOP_CHARACTERS],
         [settings.MAX_LOGPROBS],
         [openai.MAX_ECHOED],
-        [settings.MAX_GRAMMAR, grammar.MAX_PATTERN_CHARACTERS, grammar.MAX_NAMES],
+        [
+            settings.MAX_GRAMMAR,
+            grammar.MAX_PATTERN_CHARACTERS,
+            grammar.MAX_NAMES,
+            grammar.MAX_REMAINDERS,
+        ],
         [server.MAX_COMPILING, server.COMPILE_SECONDS],
         [grammar.LIMITS["step_max_items"], 1000 * grammar.SLOW_MASK, 1000 * grammar.SLOW_STEP],
         [grammar.REMEMBERED],
