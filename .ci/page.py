@@ -30,6 +30,7 @@ new MutationObserver((changes, observer) => {
   }
 }).observe(document.getElementById("log"), {childList: true, subtree: true});
 """
+NEW_EARLY = STOP_EARLY.replace('"stop"', '"new"')
 
 
 # ---- The server
@@ -195,6 +196,10 @@ def check_stop(page: Page) -> None:
     wait(page, "document.getElementById('log').textContent.includes('stopped')")
     wait(page, "picture.running === 0")
     require(True, "texts that are stopped leave the batch")
+    page.evaluate(NEW_EARLY)
+    page.evaluate("void send('Once upon a time')")
+    wait(page, "document.getElementById('log').childElementCount === 0 && answering === null")
+    require(page.evaluate("messages.length") == 0, "a new chat has nothing of an answer before it")
 
 
 class Watched:
