@@ -100,16 +100,12 @@ class Asked:
     continuous_usage: bool  # in every chunk
     shows_origins: bool
     echo: bool  # a text begins with its prompt
+    param: str  # the field that asks for the grammar
 
     @property
     def follows(self) -> Grammar | None:
         """The grammar of all texts; None: they are free."""
         return self.streams[0].request.settings.follows
-
-    @property
-    def param(self) -> str:
-        """The field that names the grammar in an error."""
-        return "structured_outputs" if self.tools is None else "tools"
 
 
 def bad(param: str, message: str, code: str | None = None, status: int = 400) -> HttpError:
@@ -159,6 +155,7 @@ def read_request(data: bytes, is_chat: bool, offer: Offer) -> Asked:
         continuous_usage=typed(options, "continuous_usage_stats", bool, False),
         shows_origins=shows_origins,
         echo=echo,
+        param=next(iter(read_schemas(body)), "structured_outputs" if tools is None else "tools"),
     )
 
 
@@ -260,10 +257,13 @@ def joined_text(where: str, content: Any) -> str:
     text = ""
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
+        if kind != "text":
             shown = brief(repr(kind), 100)
             raise bad(where, f"{where} has a content of type {shown}: only text is read here")
         check_listed(part, ("type", "text"), f"{where}.content.")
+        if not isinstance(part.get("text"), str):
+            shown = brief(repr(part.get("text")), 100)
+            raise bad(f"{where}.content", f"{where} has the content {shown}: it must be a text")
         text += part["text"]
     return text
 

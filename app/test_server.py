@@ -464,6 +464,14 @@ def test_an_answer_follows_its_schema():
         )
         assert answer["choices"][0]["finish_reason"] == "length"
         assert answer["usage"]["completion_tokens"] < 30
+        for name, asked in (
+            ("response_format.json_schema", dict(response_format=form)),
+            ("json_schema", dict(json_schema=schema)),
+            ("structured_outputs", dict(structured_outputs={"json": schema})),
+        ):
+            schema["type"] = "strange"
+            status, error = await refused(app, COMPLETE, GREEDY | asked)
+            assert (status, error["param"]) == (400, name)
 
     run(scenario)
 
@@ -527,6 +535,8 @@ BAD = told(
     user {"role": ["user"]} → messages[0] must have a role
     user {"content": null} → messages[0] has no content: give it a text
     user {"content": [{"type": "image_url"}]} → messages[0] has a content of type 'image_url'
+    user {"content": 5} → messages[0] has the content 5: it must be a text
+    user {"content": [{"type": "text"}]} → messages[0] has the content None: it must be a text
     asked {"chat_template_kwargs": {"x": 1}} → chat_template_kwargs.x is not done here
     asked {"chat_template_kwargs": {"enable_thinking": 1}} → enable_thinking is 1: it must be
     asked {"chat_template_kwargs": {"enable_thinking": true}} → thinking need a chat template
