@@ -194,9 +194,11 @@ class Grammars:
             return matcher
         # Leave out the place in our Lark, which the user has not written.
         wrong = re.split(r"\n +1 \||\n<", matcher.get_error())[0]
-        wrong = re.sub(r"^at \d+\(\d+\): ", "", wrong)
+        wrong = re.sub(r"^(at )?\d+\(\d+\): ", "", wrong)
         if wrong == "NoExtensionBias":
             wrong = "no token of this model begins such a text"
+        if grammar.notation == "grammar" and "::=" in grammar.text:  # as llama.cpp writes it
+            wrong = f"it must be in Lark, which has : for ::= ({wrong})"
         raise UserError(
             f"{grammar.notation} {brief(grammar.text, 100)} cannot be met: {brief(wrong)}"
         )
