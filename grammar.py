@@ -186,6 +186,7 @@ class Grammars:
         schemas = schemas_of(grammar)
         check_cost(grammar, schemas)
         check_numbers(grammar, schemas)
+        check_patterns(grammar, schemas)
         limits = llguidance.LLParserLimits(**LIMITS)
         lark = HEADER + lark_of(grammar)
         matcher = llguidance.LLMatcher(self.vocabulary, lark, log_level=0, limits=limits)
@@ -224,13 +225,11 @@ def check_cost(grammar: Grammar, schemas: list[Any]) -> None:
     """UserError if compiling takes too long, or too deep a stack. schemas: those in the grammar."""
     text = grammar.text
     num_names = 0
-    num_characters = sum(map(len, patterns_of(schemas)))  # in regular expressions
+    num_characters = sum(map(len, patterns_of(grammar, schemas)))
     num_remainders = 0
     for name, number in numbers_of(schemas):
         if name == "multipleOf":
             num_remainders += without_point(number)
-    if grammar.notation == "regex":
-        num_characters = len(text)
     if grammar.notation == "grammar":
         words = list(LARK_WORDS.finditer(text))
         num_names = sum(bool(word["name"]) for word in words)
@@ -286,9 +285,22 @@ def numbers_of(schemas: list[Any]) -> Iterator[tuple[str, float]]:
             yield name, value
 
 
-def patterns_of(schemas: list[Any]) -> Iterator[str]:
-    """The regular expressions of JSON schemas, and all that looks like one."""
+def check_patterns(grammar: Grammar, schemas: list[Any]) -> None:
+    """UserError for a backslash that llguidance would drop."""
+    for pattern in patterns_of(grammar, schemas):
+        num_last = len(pattern) - len(pattern.rstrip("\\"))
+        if num_last % 2:
+            raise UserError(
+                f"{grammar.notation} {brief(grammar.text, 100)}: the regular expression "
+                f"{brief(pattern, 100)} ends with a backslash that escapes nothing; write two"
+            )
+
+
+def patterns_of(grammar: Grammar, schemas: list[Any]) -> Iterator[str]:
+    """A regular expression, or those of JSON schemas, and all that looks like one."""
     parts: list[Any] = [schemas]
+    if grammar.notation == "regex":
+        yield grammar.text
     while parts:
         part = parts.pop()
         if isinstance(part, list):

@@ -561,6 +561,8 @@ WRONG = [  # setting, value, what is told
     ("grammar", 'start: %json {"maximum": 1e999}', "maximum has inf"),
     ("schema", json.loads('{"items": ' * 200 + "{}" + "}" * 200), "cannot be met"),
     ("regex", "a(", "unclosed group"),
+    ("regex", "a\\\\\\", "ends with a backslash that escapes nothing; write two"),
+    ("schema", {"patternProperties": {"a\\": {}}}, "regular expression a\\ ends with a backslash"),
     ("regex", "", "not empty"),
     ("regex", "\ud800", "not empty"),
     ("grammar", "start: " + '("a"|"b") ' * 66_000, "at most 131,072 are compiled; shorten it"),
