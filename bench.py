@@ -44,6 +44,7 @@ from measure import (
     peers,
     pictures,
     plan,
+    precompile,
     report,
     steps,
 )
@@ -184,7 +185,7 @@ def run_bench(args: argparse.Namespace) -> int:
         write_sections([plan.plan_section(args)])
         return 0
     if args.gpu == "compile":
-        return 1 if first_contact.compile_all() else 0
+        return 1 if precompile.compile_kernels() else 0
     effort = QUICK if args.quick else Effort()
     is_stored = args.out or not args.quick
 

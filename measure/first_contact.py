@@ -13,7 +13,7 @@ gpu/ after the other turned off: where the row is right then, that part is at fa
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from multiprocessing import get_context
 from typing import Any, NamedTuple
@@ -25,13 +25,13 @@ from measure.gpu_cases import (
     CASES,
     OFF,
     Key,
-    check_gpu,
     gpu_rows,
     row_name,
     run_case,
     scale_of,
     wrong_rows,
 )
+from measure.gpu_parts import QUICK, Scale
 from measure.precompile import compile_kernels
 from measure.report import Results
 
@@ -40,7 +40,6 @@ Send = Callable[[Any], None]
 
 ALL_SECONDS = 540
 QUICK_SECONDS = 3600
-WITHOUT_KERNELS = ("machine", "compile", "peers")  # or with those of other steps
 SHORTEST = 10  # seconds: with less, a step is left out
 
 
@@ -49,6 +48,7 @@ class Stage(NamedTuple):
     seconds: float  # at most
     wanted: str  # what it should show
     off: str = ""  # parts of gpu/ that are turned off
+    keys: Sequence[Key] | None = None  # of its rows, if not all
 
     @property
     def name(self) -> str:
@@ -58,9 +58,8 @@ class Stage(NamedTuple):
 STEPS = (
     Stage("machine", 40, "the GPU that you mean; 700 TFLOP/s of an H100, 90 % of its bandwidth"),
     Stage("compile", 120, "300 kernels found, if you brought a cache"),
-    Stage("recordings", 40, "ok three times; else no recording can be trusted"),
     Stage("smoke", 150, "ok in every row"),
-    Stage("texts", 100, "ok in every row; a near-tie or two are possible"),
+    Stage("texts", 100, "ok in every row; a near-tie or two, above 0, are possible"),
     Stage("decode", 110, "INT8 1.6 times the tokens/s of 16 bits, INT4 2.3 times"),
     Stage("kernels", 60, "for many texts, a large share of the bandwidth in all widths"),
     Stage("peers", 150, "above 1"),
@@ -75,7 +74,7 @@ MOST_AGAIN = 8  # rows
 def run_first(quick: bool, store: Store) -> int:
     """Run all steps -> 1 if a step went wrong, else 0."""
     (has_gpu,) = forked(lambda send: send(torch.cuda.is_available()), 60)
-    check_gpu("first", quick, has_gpu)
+    scale_of("first", quick, has_gpu)  # or an error
     end = time.monotonic() + (QUICK_SECONDS if quick else ALL_SECONDS)
     outcomes = {}
     for step in STEPS:
@@ -89,56 +88,51 @@ def run_first(quick: bool, store: Store) -> int:
     return 1 if any(outcomes.values()) else 0
 
 
-def run_step(
-    step: Stage, end: float, quick: bool, store: Store, keys: Sequence[Key] | None = None
-) -> list[str]:
-    """Run a step until `end` at most -> the names of wrong rows, and of one that took too long.
-    keys: of the rows, if not all."""
+def run_step(step: Stage, end: float, quick: bool, store: Store) -> list[str]:
+    """Run a step until `end` at most -> the names of wrong rows, and of one that took too long."""
     left = end - time.monotonic()
     seconds = left if quick else min(step.seconds, left)  # a CPU may be slow
     say(f"\n{step.name}, {seconds:.0f} s at most; should show: {step.wanted}")
     if left < SHORTEST:
         return ["no time was left"]
     if step.case == "compile":
-        return compile_all(seconds) if not quick else []
+        return [] if quick else compile_kernels(seconds)
     results: Results = {}
     try:
-        for results in forked(partial(run_child, step, quick, keys), seconds):
+        for results in forked(partial(run_child, step, quick), seconds):
             store(results)
     except (TimeoutError, ChildProcessError) as error:
-        wanted = [*(CASES[step.case].keys(scale_of(quick)) if keys is None else keys), ("its end",)]
-        at = row_name(wanted[len(gpu_rows(results))])
+        keys = [*step_keys(step, quick), ("its end",)]
+        at = row_name(keys[len(gpu_rows(results))])
         say(f"at {at}: {error}")
         return [*wrong_rows(results), at]
     return wrong_rows(results)
 
 
-def run_child(step: Stage, quick: bool, keys: Sequence[Key] | None, send: Send) -> None:
+def run_child(step: Stage, quick: bool, send: Send) -> None:
     os.environ[OFF] = step.off  # before gpu/ is imported
-    run_case(step.case, quick, send, keys)
+    run_case(step.case, quick, send, step.keys)
+
+
+def step_keys(step: Stage, quick: bool) -> Iterable[Key]:
+    return step.keys or CASES[step.case].keys(QUICK if quick else Scale())
 
 
 def find_part(step: Stage, wrong: Sequence[str], end: float, quick: bool) -> None:
-    """Run the first wrong rows of each kind again, with nothing and with each part turned off."""
+    """Run the first wrong row of each kind again, with nothing and with each part turned off."""
     from gpu.tuning import SWITCHES
 
-    first = {}
-    for key in CASES[step.case].keys(scale_of(quick)):
+    first: dict[Key, Key] = {}
+    for key in step_keys(step, quick):
         if row_name(key) in wrong:
             first.setdefault(key[:3], key)
-    keys = list(first.values())[:MOST_AGAIN]
+    keys = [*first.values()][:MOST_AGAIN]
     told = []
     for part in ("", *SWITCHES):
-        again = Stage(step.case, AGAIN, "which part is at fault", off=part)
-        still_wrong = run_step(again, end, quick, lambda results: None, keys)
+        again = Stage(step.case, AGAIN, "which part is at fault", off=part, keys=keys)
+        still_wrong = run_step(again, end, quick, lambda results: None)
         told.append(f"{again.name}: {len(still_wrong)} of {len(keys)} are wrong")
     say("\n" + "\n".join(told))
-
-
-def compile_all(seconds: float | None = None) -> list[str]:
-    """The kernels of all steps -> the names of rows that could not be reached."""
-    cases = [step.case for step in STEPS if step.case not in WITHOUT_KERNELS]
-    return compile_kernels(cases, seconds)
 
 
 def forked(work: Callable[[Send], object], seconds: float) -> Iterator[Any]:

@@ -3,8 +3,7 @@
     python bench.py --gpu first          all of them, in the order of what one wants to know
                                          (first_contact.py)
     python bench.py --gpu machine        what it is
-    python bench.py --gpu recordings     whether it computes what the CPU does; or smoke, or texts
-                                         (smoke.py)
+    python bench.py --gpu smoke          whether it computes what the CPU does; or texts (smoke.py)
     python bench.py --gpu decode         one stream, with weights in all ways
     python bench.py --gpu kernels        attention and products alone
     python bench.py --gpu peers          PyTorch and transformers, in turns with ours (gpu_peers.py)
@@ -41,7 +40,6 @@ from torch.profiler import profile
 
 from app.shell import say
 from errors import UserError
-from kernels import free_memory
 from measure import gpu_peers, smoke
 from measure.clock import read_bandwidth
 from measure.gpu_parts import (
@@ -49,7 +47,6 @@ from measure.gpu_parts import (
     QUICK,
     WAYS,
     WRONG,
-    Kernel,
     Row,
     Scale,
     attention_call,
@@ -60,7 +57,7 @@ from measure.gpu_parts import (
     stopwatch,
     stream_seconds,
 )
-from measure.machine import machine, processor
+from measure.machine import machine
 from measure.report import Results
 from measure.serving import log_spread, random_request, serve_at_once
 from model import weight_bytes
@@ -75,21 +72,19 @@ MOST_PROFILED = 16  # tokens
 # ---- The machine ---------------------------------------------------------------------------------
 
 
-def machine_row(scale: Scale, bandwidth: float, key: str) -> Row:
-    gigabytes = free_memory(torch.device(scale.device)) / 1e9
-    triton = version("triton") if find_spec("triton") else "none"
+def machine_row(scale: Scale, key: str) -> Row:
     size = scale.prompt
     x = random_numbers(scale, size, size)
     rate = 2 * size**3 / stopwatch(partial(torch.mm, x, x), scale)() / 1e12
-    facts = [processor(scale.on_gpu), f"{gigabytes:.1f}", f"{rate:.3g}", driver_facts()]
-    return [*facts, str(torch.version.cuda), triton]
+    triton = version("triton") if find_spec("triton") else "none"
+    return [f"{rate:.3g}", driver_facts(), str(torch.version.cuda), triton]
 
 
 def driver_facts() -> str:
     """By nvidia-smi, after some work; empty where there is none."""
     if shutil.which("nvidia-smi") is None:
         return ""
-    facts = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
+    facts = "name,memory.free,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
     command = ["nvidia-smi", f"--query-gpu={facts}", "--format=csv,noheader"]
     return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
 
@@ -105,17 +100,12 @@ def kernel_keys(scale: Scale) -> Iterator[Key]:
     yield from product(("product",), WAYS, (1, 8, 64))
 
 
-def kernel_row(scale: Scale, bandwidth: float, kind: str, *key: Any) -> Row:
-    run, read = KERNELS[kind](scale, *key)
+def kernel_row(scale: Scale, kind: str, *key: Any) -> Row:
+    call = attention_call if kind == "attention" else product_call
+    run, read = call(scale, *key)
     seconds = stopwatch(run, scale)()
-    share = read / seconds / bandwidth
+    share = read / seconds / scale.bandwidth
     return [f"{1e3 * seconds:.3g}", f"{share:.0%}"]
-
-
-KERNELS: dict[str, Callable[..., Kernel]] = {
-    "attention": attention_call,
-    "product": product_call,
-}
 
 
 # ---- Whole models --------------------------------------------------------------------------------
@@ -126,15 +116,15 @@ def decode_keys(scale: Scale) -> Iterator[Key]:
     yield scale.draft, "16 bits"
 
 
-def decode_row(scale: Scale, bandwidth: float, name: str, way: str) -> Row:
+def decode_row(scale: Scale, name: str, way: str) -> Row:
     """One stream; the share is that of the weights alone."""
     llama = random_model(name, way, scale)
     seconds = stream_seconds(random_engine(llama, None, 2 * scale.context, 1), scale)
-    share = weight_bytes(llama, read=True) / seconds / bandwidth
+    share = weight_bytes(llama, read=True) / seconds / scale.bandwidth
     return [f"{1 / seconds:.1f}", f"{share:.0%}"]
 
 
-def profile_row(scale: Scale, bandwidth: float, way: str) -> Row:
+def profile_row(scale: Scale, way: str) -> Row:
     """A token by the clock, and its kernels by the profiler, over a few looks of the host."""
     llama = random_model(scale.target, way, scale)
     engine = random_engine(llama, None, 2 * scale.context, 1)
@@ -174,9 +164,7 @@ class BiasedCoin(Keyed):
         return stands.long().cumprod(1).bool()
 
 
-def speculation_row(
-    scale: Scale, bandwidth: float, target_way: str, draft_way: str, alpha: float
-) -> Row:
+def speculation_row(scale: Scale, target_way: str, draft_way: str, alpha: float) -> Row:
     """One stream: the second model drafts for the first, with a fixed γ and with auto."""
     target = random_model(scale.target, target_way, scale)
     draft = random_model(scale.draft, draft_way, scale)
@@ -190,7 +178,7 @@ def speculation_row(
     return [f"{plain / each:.2f}" for each in drafted]
 
 
-def serving_row(scale: Scale, bandwidth: float, n: int) -> Row:
+def serving_row(scale: Scale, n: int) -> Row:
     """So many requests at once, prompts and answers of many lengths."""
     llama = random_model(scale.target, "16 bits", scale)
     lengths = log_spread(n, scale.longest)
@@ -208,11 +196,10 @@ def serving_row(scale: Scale, bandwidth: float, n: int) -> Row:
 
 SHARE = "of the read bandwidth"
 ERROR = ("at most", "")
-WRONG_ROWS = "{} rows are wrong: look at the first, {}; an illegal address ends all after it"
 
 
 class Case(NamedTuple):
-    """A table: for each key of `keys` a row, `row(scale, bandwidth, *key)`."""
+    """A table: for each key of `keys` a row, `row(scale, *key)`."""
 
     headers: tuple[str, ...]  # the first one names the parts of a key
     keys: Callable[[Scale], Iterable[Key]]
@@ -221,14 +208,9 @@ class Case(NamedTuple):
 
 CASES = {
     "machine": Case(
-        ("machine", "name", "free GB", "TFLOP/s", "driver, clocks, watts", "CUDA", "Triton"),
+        ("machine", "TFLOP/s", "name, free memory, driver, clocks, watts", "CUDA", "Triton"),
         lambda scale: [("this",)],
         machine_row,
-    ),
-    "recordings": Case(
-        ("products and norms, a recording", "error: launched, replayed", *ERROR),
-        lambda scale: product(range(3)),
-        smoke.recording_row,
     ),
     "smoke": Case(
         ("weights, KV, dtype, past, texts", "error: launched, replayed", *ERROR),
@@ -236,7 +218,7 @@ CASES = {
         smoke.smoke_row,
     ),
     "texts": Case(
-        ("greedy texts of tiny: bits, KV, draft", "the first other token", ""),
+        ("greedy texts of tiny: bits, KV, draft", "below the CPU's best logit", *ERROR),
         smoke.text_keys,
         smoke.text_row,
     ),
@@ -269,13 +251,18 @@ CASES = {
 }
 
 
-def check_gpu(name: str, quick: bool, has_gpu: bool) -> None:
-    """UserError unless there is a GPU, or it is not needed."""
-    if not has_gpu and not quick and name != "speculation":
-        raise UserError(
-            f"--gpu {name} needs a GPU, and PyTorch finds none here: "
-            "--quick runs it with toy shapes on the CPU"
-        )
+def scale_of(name: str, quick: bool, on_gpu: bool) -> Scale:
+    """The sizes of a case. UserError if it needs a GPU, and there is none."""
+    if quick:
+        return replace(QUICK, device="cuda" if on_gpu else "cpu")
+    if on_gpu:
+        return Scale()
+    if name == "speculation":
+        return ON_CPU
+    raise UserError(
+        f"--gpu {name} needs a GPU, and PyTorch finds none here: "
+        "--quick runs it with toy shapes on the CPU"
+    )
 
 
 @torch.inference_mode()
@@ -284,39 +271,32 @@ def run_case(
 ) -> Results:
     """Run a case: print each row, and give all results so far to `store`. keys: of the rows, if not
     all."""
-    on_gpu = torch.cuda.is_available()
-    check_gpu(name, quick, on_gpu)
-    scale = scale_of(quick)
-    if on_gpu:
-        scale = replace(scale, device="cuda")
-    elif not quick:
-        scale = ON_CPU
-    bandwidth = read_bandwidth(scale.megabytes, scale.device)
+    scale = scale_of(name, quick, torch.cuda.is_available())
+    scale = replace(scale, bandwidth=read_bandwidth(scale.megabytes, scale.device))
     case = CASES[name]
     rows: list[Row] = []
-    title = f"{name}, {scale.target} shapes"
     if os.environ.get(OFF):
         name += f", without {os.environ[OFF]}"
-        title += f", without {os.environ[OFF]}"
-    results = machine(bandwidth, on_gpu)
+    title = f"{name}, {scale.target} shapes"
+    results = machine(scale.bandwidth, scale.on_gpu)
     results["gpu"] = {name: {"title": title, "headers": case.headers, "rows": rows}}
     for key in case.keys(scale) if keys is None else keys:
-        rows.append(guarded_row(case, key, scale, bandwidth))
+        rows.append(guarded_row(case, key, scale))
         say("  ".join(rows[-1]))
         store(results)
     wrong = wrong_rows(results)
-    say(WRONG_ROWS.format(len(wrong), wrong[0]) if wrong else "all is as it should be")
+    if wrong:
+        say(
+            f"{len(wrong)} rows are wrong: look at the first, {wrong[0]}; an illegal address ends "
+            "all after it"
+        )
     return results
 
 
-def scale_of(quick: bool) -> Scale:
-    return QUICK if quick else Scale()
-
-
-def guarded_row(case: Case, key: Key, scale: Scale, bandwidth: float) -> Row:
+def guarded_row(case: Case, key: Key, scale: Scale) -> Row:
     """The row of a key; after an error its first line, and the traceback is said."""
     try:
-        return [row_name(key), *case.row(scale, bandwidth, *key)]
+        return [row_name(key), *case.row(scale, *key)]
     except Exception as error:
         say(traceback.format_exc())
         first_line, *_ = f"{type(error).__name__}: {error}".splitlines()

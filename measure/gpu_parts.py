@@ -40,8 +40,7 @@ SHAPES = {
     ),
     # A layer of 8B. From 17,024 rows on, no programs share the columns of the head, as in 8B.
     "layer": Config(20480, 4096, 14336, 1, 32, 8, 128, 1024),
-    "tiny": Config(4096, 256, 704, 8, 4, 2, 64, 1024, tie_word_embeddings=True),
-    "tiny layer": Config(512, 64, 96, 1, 4, 2, 16, 1024),
+    "tiny": Config(4096, 64, 96, 1, 4, 2, 16, 1024, tie_word_embeddings=True),
 }
 WAYS = {  # to store weights
     "16 bits": None,
@@ -73,6 +72,7 @@ class Scale:
     megabytes: int = 4096  # to measure the bandwidth
     repeats: int = 50  # of a kernel
     turns: int = 3
+    bandwidth: float = 1.0  # bytes that the device reads a second, once it is measured
     pasts: tuple[int, ...] = (90, 700)  # tokens before a step that is checked
     pairs: tuple[tuple[str, str], ...] = (  # how a target and its draft store weights
         ("16 bits", "16 bits"),
@@ -95,7 +95,7 @@ ON_CPU = Scale(
 QUICK = Scale(
     "tiny",
     "tiny",
-    "tiny layer",
+    "tiny",
     device="cpu",
     dtype=torch.float32,
     context=24,
@@ -123,20 +123,15 @@ def relative_error(x: Tensor, wanted: Tensor) -> float:
     return ((x.float() - wanted).norm() / wanted.norm()).item()
 
 
-def recording(run: Run, scale: Scale) -> Run:
-    """Run once, which compiles kernels -> on a GPU a recording of `run`."""
-    run()
-    if not scale.on_gpu:
-        return run
-    from gpu import graphs
-
-    return graphs.record(run)
-
-
 def stopwatch(run: Run, scale: Scale) -> Callable[[], float]:
     """-> a function that measures seconds of `run()`, a median; on a GPU of its recording, so that
     launches do not count."""
-    replay = recording(run, scale)
+    run()  # this compiles kernels
+    replay = run
+    if scale.on_gpu:
+        from gpu import graphs
+
+        replay = graphs.record(run)
 
     def repeat() -> None:
         for _ in range(scale.repeats):
@@ -170,11 +165,10 @@ def random_weights(llama: Llama, scale: Scale) -> Iterator[tuple[str, Tensor]]:
     """A plain weight in the place of each of the model's, made when it is asked for."""
     torch.manual_seed(0)
     for name, weight in llama.named_weights().items():
-        if "_norm." in name:  # of q, of k
-            numbers = torch.linspace(0.5, 1.5, len(weight), device=scale.device)
+        if name.endswith("norm.weight"):
+            spread = 0.5 if "_norm." in name else 0.0  # of q, of k
+            numbers = torch.linspace(1 - spread, 1 + spread, len(weight), device=scale.device)
             yield name, numbers.to(scale.dtype)
-        elif name.endswith("norm.weight"):
-            yield name, torch.ones(weight.shape, device=scale.device, dtype=scale.dtype)
         else:
             yield name, 0.02 * random_numbers(scale, *weight.shape)
 

@@ -50,7 +50,7 @@ def peer_keys(scale: Scale) -> Iterator[tuple[Any, ...]]:
     yield ("transformers, recorded",)
 
 
-def peer_row(scale: Scale, bandwidth: float, name: str, *key: Any) -> Row:
+def peer_row(scale: Scale, name: str, *key: Any) -> Row:
     rival = RIVALS.get(name, partial(sdpa, name))
     try:
         theirs = rival(scale, *key)
@@ -106,15 +106,11 @@ def cublas(scale: Scale, rows: int) -> Seconds:
 
 def random_transformers(scale: Scale) -> Any:
     """Its Llama of the target's shape, with random weights."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, LlamaConfig
 
-    config = LlamaConfig(**SHAPES[scale.target].to_dict(), attn_implementation="sdpa")
+    config = LlamaConfig(**SHAPES[scale.target].to_dict())
     with torch.device(scale.device):
-        torch.set_default_dtype(scale.dtype)
-        try:
-            model = LlamaForCausalLM(config).eval()
-        finally:
-            torch.set_default_dtype(torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=scale.dtype).eval()
     model.generation_config.eos_token_id = None  # no text stops early
     return model
 

@@ -31,7 +31,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.shell import say
-from measure import smoke
 from measure.gpu_cases import CASES, Key, guarded_row
 from measure.gpu_parts import SHAPES, WRONG, Scale
 
@@ -45,7 +44,7 @@ META = Scale(  # the variants of a full run do not depend on these counts
     repeats=1,
     turns=1,
 )
-WANTED = [[0] * smoke.NUM_TOKENS] * 2  # greedy texts there
+WITHOUT_KERNELS = {"machine", "peers"}  # or with those of other cases
 OPS = torch.ops.aten
 has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 
@@ -54,14 +53,14 @@ Task = tuple[str, list[Key]]  # a case, and rows of one kind
 Done = tuple[int, int, list[str]]  # kernels compiled, kernels cached, rows that were not reached
 
 
-def compile_kernels(cases: list[str], seconds: float | None) -> list[str]:
-    """Cases -> the names of rows that could not be reached."""
+def compile_kernels(seconds: float | None = None) -> list[str]:
+    """Compile those of all cases -> the names of rows that could not be reached."""
     if not compiles():
         say("nothing is compiled: Triton is not installed, or interprets kernels")
         return []
     with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
         try:
-            done = pool.map_async(compile_rows, tasks(cases), chunksize=1).get(seconds)
+            done = pool.map_async(compile_rows, tasks(), chunksize=1).get(seconds)
         except multiprocessing.TimeoutError:
             return [f"stopped after {seconds:.0f} s"]
     num_compiled, num_cached, wrong = zip(*done)
@@ -69,11 +68,12 @@ def compile_kernels(cases: list[str], seconds: float | None) -> list[str]:
     return sum(wrong, [])
 
 
-def tasks(cases: list[str]) -> list[Task]:
+def tasks() -> list[Task]:
     found = []
-    for case in cases:
-        for _, keys in groupby(CASES[case].keys(META), lambda key: key[:3]):
-            found.append((case, list(keys)))
+    for name, case in CASES.items():
+        if name not in WITHOUT_KERNELS:
+            for _, keys in groupby(case.keys(META), lambda key: key[:3]):
+                found.append((name, list(keys)))
     return found
 
 
@@ -96,7 +96,7 @@ def compile_rows(task: Task) -> Done:
     hits = []
     knobs.compilation.listener = lambda *, cache_hit, **about: hits.append(cache_hit)
     with launching_nothing():
-        rows = [guarded_row(CASES[case], key, META, 1.0) for key in keys]
+        rows = [guarded_row(CASES[case], key, META) for key in keys]
     wrong = [f"{case} {row[0]}" for row in rows if row[-1].startswith(f"{WRONG}:")]
     return len(hits) - sum(hits), sum(hits), wrong
 
@@ -150,6 +150,5 @@ def launching_nothing() -> Iterator[None]:
         changed.enter_context(mock.patch.object(JITFunction, "run", compile_only))
         changed.enter_context(mock.patch("gpu.graphs.record", lambda run: run))
         changed.enter_context(mock.patch.dict("kernels.BACKENDS", meta=("gpu",)))
-        changed.enter_context(mock.patch("measure.smoke.wanted_texts", lambda *key: WANTED))
         changed.enter_context(NoNumbers())
         yield

@@ -131,12 +131,11 @@ def test_a_peer_takes_turns_with_ours_and_one_that_is_not_there_is_named(monkeyp
 
     monkeypatch.setitem(gpu_peers.RIVALS, "cuBLAS", rival)
     monkeypatch.setattr(gpu_peers, "our_seconds", lambda *key: lambda: next(times))
-    row = gpu_peers.peer_row(Scale(turns=3), 1.0, "cuBLAS", 8)
+    row = gpu_peers.peer_row(Scale(turns=3), "cuBLAS", 8)
     assert (row, asked) == (["6000", "2000", "2.00"], [(8,)])
     monkeypatch.setitem(gpu_peers.RIVALS, "cuBLAS", lambda scale, rows: 1 / 0)
     assert (
-        gpu_peers.peer_row(Scale(), 1.0, "cuBLAS", 8)[-1]
-        == "none: ZeroDivisionError division by zero"
+        gpu_peers.peer_row(Scale(), "cuBLAS", 8)[-1] == "none: ZeroDivisionError division by zero"
     )
 
 

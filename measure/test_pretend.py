@@ -101,8 +101,6 @@ def first_run() -> dict[str, Any]:
 
     smoke.STEPS = {"1 x 1": [1], "1 + 20 + 2": [1, 20, 2]}
     smoke.FILTERS = {"all filters": smoke.FILTERS["all filters"]}
-    smoke.NUM_TOKENS = 4
-    gpu_parts.SHAPES["tiny"] = replace(gpu_parts.SHAPES["tiny layer"], vocab_size=4096)
     some = [key for key in smoke.smoke_keys(gpu_parts.QUICK) if key[:2] in SMOKED]
     bench.gpu_cases.QUICK = replace(gpu_parts.QUICK, count=5)  # a first token, and a look
     cases = bench.gpu_cases.CASES

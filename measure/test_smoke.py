@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 from importlib import import_module
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,7 +18,6 @@ from checkpoint.config import Config
 from gpu import GPU, draw, test_graphs
 from kernels import Ops
 from measure import smoke
-from measure.effort import SENTENCES
 from measure.gpu_parts import (
     HEAD_NORMS,
     QUICK,
@@ -103,22 +103,14 @@ def test_a_recording_is_replayed_with_other_tokens_than_its_own(variants):
     scale = replace(QUICK, device=str(test_graphs.DEVICE))
     key = ("16 bits", "8/4", torch.float32, 9, "1 x 8")
     with test_graphs.recorded() as recordings:
-        assert smoke.smoke_row(scale, 1.0, *key)[-1] == "ok"
+        assert smoke.smoke_row(scale, *key)[-1] == "ok"
     assert len(recordings) == 1
     with mock.patch.object(test_graphs.graphs, "record", lambda run: lambda: None):  # stale
-        launched, replayed = smoke.smoke_row(scale, 1.0, *key)[0].split()
+        launched, replayed = smoke.smoke_row(scale, *key)[0].split()
     assert float(launched) < 1e-5 < 0.1 < float(replayed)
 
 
-# ---- Recordings, and texts
-
-
-@torch.inference_mode()
-def test_a_recording_that_is_not_what_was_launched_is_wrong(monkeypatch):
-    assert smoke.recording_row(QUICK, 1.0, 0)[-1] == "ok"
-    monkeypatch.setattr(smoke, "recording", lambda run, scale: lambda: None)
-    launched, replayed = smoke.recording_row(QUICK, 1.0, 0)[0].split()
-    assert float(launched) < 1e-5 < float(replayed)
+# ---- Texts
 
 
 def test_texts_are_of_all_flags():
@@ -133,24 +125,32 @@ def test_texts_are_of_all_flags():
 @torch.inference_mode()
 def test_greedy_texts_are_those_of_plain_torch(draft):
     """In C, and with drafts."""
-    assert smoke.text_row(QUICK, 1.0, 8, "16", draft) == ["", "ok"]
-    assert [len(text) for text in smoke.wanted_texts(8, "16")] == [smoke.NUM_TOKENS] * 2
+    scale = replace(QUICK, count=smoke.NUM_TOKENS)
+    assert smoke.text_row(scale, 8, "16", draft) == ["0.0e+00 0.0e+00", "1.0e-03", "ok"]
     assert type(smoke.plain_model(8).llama.ops).__module__ == "kernels"
 
 
 @pytest.mark.parametrize("kv_bits, tie", [("16", 1e-3), ("8", 1e-3), ("8/4", 1e-2), ("4", 1e-2)])
-def test_where_texts_part_the_cpus_margin_decides(kv_bits, tie, monkeypatch):
-    """The second text has another token at place 2, and anything after it."""
-    monkeypatch.setattr(smoke.Model, "load", lambda *arguments: None)
-    monkeypatch.setattr(smoke, "wanted_texts", lambda *key: [[1, 2, 3, 4]] * 2)
-    monkeypatch.setattr(smoke, "greedy_texts", lambda *key: [[1, 2, 3, 4], [1, 2, 0, 0]])
-    for margin, verdict in ((0.9 * tie, "ok: a near-tie"), (1.1 * tie, "WRONG")):
-        logits = torch.tensor([7.0 - margin, 0.0, 0.0, 7.0], dtype=torch.float64)
-        monkeypatch.setattr(smoke, "next_logits", lambda *key: asked.append(key) or logits)
-        asked = []
-        where, found = smoke.text_row(QUICK, 1.0, 16, kv_bits, None)
-        assert (where, found) == (f"{SENTENCES[1]} 2: {margin:.1e}", verdict)
-        assert asked == [(16, kv_bits, SENTENCES[1], [1, 2])]
+def test_the_cpus_logits_judge_every_token(kv_bits, tie, monkeypatch):
+    """The second text has a token that is not the CPU's, and the CPU's after it."""
+    texts = [[1, 2, 3, 4], [1, 2, 0, 4]]
+    monkeypatch.setattr(smoke.Model, "load", lambda *arguments: SimpleNamespace(encode=list))
+    monkeypatch.setattr(smoke, "load_draft", lambda *arguments: None)
+    monkeypatch.setattr(smoke, "SENTENCES", ([5, 6, 7], [5]))
+    monkeypatch.setattr(smoke, "serve_texts", lambda *arguments: SimpleNamespace(texts=texts))
+    for margin, verdict in ((0.9 * tie, "ok"), (1.1 * tie, "WRONG")):
+
+        def plain_logits(bits: int, width: str, tokens: list[int]) -> torch.Tensor:
+            """The token before is the best one's: but 3 follows 2, and 0 is nearly as good."""
+            assert (bits, width) == (16, kv_bits)
+            logits = torch.zeros(len(tokens), 8, dtype=torch.float64)
+            logits[-5:-1, 1:5] = 7 * torch.eye(4, dtype=torch.float64)
+            logits[-3, 0] = 7 - margin
+            return logits
+
+        monkeypatch.setattr(smoke, "plain_logits", plain_logits)
+        wanted = [f"0.0e+00 {margin:.1e}", f"{tie:.1e}", verdict]
+        assert smoke.text_row(QUICK, 16, kv_bits, None) == wanted
 
 
 # ---- What is launched
@@ -170,7 +170,7 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> Any:
 def smoke_variants(page: Any) -> Variants:
     with page.counted() as found:
         for key in smoke.smoke_keys(SCALE):
-            smoke.smoke_row(SCALE, 1.0, *key)
+            smoke.smoke_row(SCALE, *key)
     return found
 
 
