@@ -72,10 +72,11 @@ def step_row(scale: Scale, way: str, kv_bits: str, dtype: torch.dtype, past: int
 
 
 def first() -> int:
-    """-> the status of `bench.py --gpu first --quick`."""
+    """`bench.py --gpu first --quick` -> 0; an AssertionError if something is wrong."""
     from measure.test_pretend import first_run
 
-    return first_run()["status"]
+    first_run()
+    return 0
 
 
 @mock.patch.object(smoke, "checked_ops", lambda scale: GPU(records=False))
