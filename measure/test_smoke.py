@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import replace
+from functools import cache
 from importlib import import_module
 from itertools import product
 from types import SimpleNamespace
@@ -174,6 +175,7 @@ def smoke_variants(page: Any) -> Variants:
     return found
 
 
+@cache
 @torch.inference_mode()
 def serving_variants(page: Any, way: str, kv_bits: str) -> Variants:
     """Of 256 requests together, and of one text; drafted, and several tokens at a time."""
