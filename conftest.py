@@ -3,10 +3,13 @@
 import json
 import math
 import os
+import resource
 import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -257,6 +260,17 @@ def instruct(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # ---- Other processes
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """In the block no file can have more bytes: as if the disk were full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def heard() -> None:

@@ -213,6 +213,16 @@ def check_file(path: Path) -> None:
         )
 
 
+def check_folder(path: Path) -> None:
+    """UserError if the folder can neither be made nor written to. Nothing changes."""
+    path = path.resolve()
+    nearest = next(folder for folder in (path, *path.parents) if folder.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise UserError(
+            f"{path} is not a folder, or cannot be written: name one of yours, or a new one in it"
+        )
+
+
 @contextmanager
 def new_file(path: Path) -> Iterator[Path]:
     """A new file to write, which replaces `path` once it is complete, and not after an error."""

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from checkpoint.files import read_json
@@ -36,6 +37,14 @@ def open_file(file: Path) -> Any:
         raise UserError(
             f"{file} is not a whole safetensors file and cannot be read ({problem}): fetch it again"
         ) from None
+
+
+def write_tensors(tensors: dict[str, Tensor], file: Path) -> None:
+    """Write a safetensors file. OSError if that fails: the disk is full, say."""
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{file} cannot be written: {brief(error)}") from None
 
 
 class Checkpoint:

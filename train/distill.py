@@ -40,17 +40,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor
 
-from app.shell import Parser, new_file, say, status
+from app.shell import Parser, check_folder, is_out_of_memory, new_file, say, status
 from batcher import Batcher
 from checkpoint.config import Config
 from checkpoint.files import Json
 from checkpoint.hub import find_folder
+from checkpoint.tensors import write_tensors
 from errors import UserError
 from kernels import find_device
 from kvcache import AttentionMetadata, KVCache
@@ -114,9 +115,10 @@ def evaluate(
     return scores
 
 
-def show(when: str, scores: dict[str, float]) -> None:
+def shown(when: str, scores: dict[str, float]) -> str:
+    """The scores in a line."""
     values = [f"{name} {value:.4f}" for name, value in scores.items()]
-    print(f"{when}: {', '.join(values)}", flush=True)
+    return f"{when}: {', '.join(values)}"
 
 
 # ---- Training ------------------------------------------------------------------------------------
@@ -255,12 +257,17 @@ class Training:
             optimizers=[optimizer.state_dict() for optimizer in self.optimizers],
         )
         with new_file(file) as new:
-            torch.save(state, new)
+            try:
+                torch.save(state, new)
+            except RuntimeError as error:
+                if "unexpected pos" not in str(error):
+                    raise
+                raise OSError(f"{file} cannot be written: is the disk full?") from None
 
     @torch.no_grad()
     def resume(self, file: Path) -> None:
         """Resume from a checkpoint. UserError if it is of a model of another shape."""
-        state = torch.load(file, self.student.device, weights_only=True)
+        state = read_checkpoint(file, self.student.device)
         if state["config"] != self.student.config.to_dict():
             raise UserError(
                 f"{file} is the checkpoint of a model of another shape: "
@@ -271,6 +278,37 @@ class Training:
         for optimizer, stored in zip(self.optimizers, state["optimizers"]):
             optimizer.load_state_dict(stored)
         self.steps = state["steps"]
+
+
+def read_checkpoint(file: Path, device: torch.device) -> dict[str, Any]:
+    """What `Training.save` has written. UserError if the file is anything else."""
+    try:
+        state = torch.load(file, device, weights_only=True)
+    except Exception as error:  # of damaged files PyTorch raises whatever it meets
+        if is_out_of_memory(error):
+            raise
+        state = None
+    if not isinstance(state, dict) or state.keys() != {"steps", "config", "weights", "optimizers"}:
+        raise UserError(
+            f"{file} is not a whole checkpoint: delete it to train from the beginning, or name "
+            "another --out"
+        )
+    return state
+
+
+def check_out(name: str) -> None:
+    """UserError unless a student can be written to the folder --out, and a model that was not
+    trained there is not lost."""
+    out = Path(name)
+    if not name:
+        raise UserError("--out is empty: name a folder")
+    check_folder(out)
+    has_run = (out / "training.pt").exists() or (out / "texts.jsonl").exists()  # train/eagle.py's
+    if (out / "config.json").exists() and not has_run:
+        raise UserError(
+            f"--out {out} holds a model, and nothing of a run to go on with (training.pt): name "
+            "another folder, or remove the model"
+        )
 
 
 # ---- Models: made, loaded, saved -----------------------------------------------------------------
@@ -298,7 +336,7 @@ def save_folder(llama: Llama, folder: Path, config: Json, **more: Tensor) -> Non
         kept = tensor.detach().contiguous()
         tensors[name] = kept.to(torch.bfloat16) if kept.is_floating_point() else kept
     with new_file(folder / "model.safetensors") as new:
-        save_file(tensors, new, metadata={"format": "pt"})
+        write_tensors(tensors, new)
     bpe.write_json(folder / "config.json", config)
 
 
@@ -351,7 +389,9 @@ def new_student(args: argparse.Namespace, vocab_size: int, end: int) -> Llama:
 
 
 def distill(args: argparse.Namespace) -> None:
-    """Make the tokenizer and the student, read the texts; evaluate, train, evaluate, save."""
+    """Make the tokenizer and the student, read the texts; evaluate, train, evaluate, save. What is
+    told is a message, not a result: the folder is written whether or not anybody reads."""
+    check_out(args.out)
     stories = read_stories(args.data) if args.data else []
     samples = args.target is not None and args.own > 0
     if not stories and not samples:
@@ -395,10 +435,10 @@ def distill(args: argparse.Namespace) -> None:
         sampled=args.own,
         overlap=args.overlap,
     )
-    show("before", evaluate(student, held_out, target))
+    say(shown("before", evaluate(student, held_out, target)))
     training = Training(student, text, target, sampled=sampled, recipe=recipe)
     training.run(out / "training.pt")
-    show("after", evaluate(student, held_out, target))
+    say(shown("after", evaluate(student, held_out, target)))
     save_model(student, out)
 
 

@@ -64,7 +64,15 @@ from kvcache import AttentionMetadata
 from model import Llama, Rope
 from request import Request, Settings
 from settings import Options
-from train.distill import Hyperparameters, Training, count, make_optimizers, save_folder, share
+from train.distill import (
+    Hyperparameters,
+    Training,
+    check_out,
+    count,
+    make_optimizers,
+    save_folder,
+    share,
+)
 from train.stories import hold_out, read_file
 
 DECAY = 0.8  # of the loss, from one unrolled step to the next
@@ -99,15 +107,33 @@ def requests_for(model: Model, args: argparse.Namespace) -> list[Request]:
     return requests[: args.texts]
 
 
+def told_before(file: Path) -> dict[int, list[int]]:
+    """The texts in a file of `tell_texts`, by their numbers; none if there is no file. A part of a
+    line at its end, which a killed run has left, is taken away. UserError for any other content."""
+    if not file.exists():
+        return {}
+    texts = {}
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+        if lines and not lines[-1].endswith("\n"):
+            lines.pop()
+            file.write_text("".join(lines), encoding="utf-8")
+        for line in lines:
+            i, tokens = json.loads(line)
+            texts[i] = [int(token) for token in tokens]
+    except (TypeError, ValueError):  # not UTF-8, not JSON, or not such a line
+        raise UserError(
+            f"{file} has a line that is no text that was told: remove the line, or name another "
+            "--out"
+        ) from None
+    return texts
+
+
 def tell_texts(model: Model, requests: Sequence[Request], file: Path, length: int) -> list[list]:
     """The texts of these requests, from a file as far as it has them; the rest is made, and
     appended to it. UserError if their prompts are others; target, settings and length are not
     compared."""
-    told = file.read_text().splitlines(keepends=True) if file.exists() else []
-    if told and not told[-1].endswith("\n"):  # a killed run has left a part of a line
-        told.pop()
-        file.write_text("".join(told))
-    texts = dict(map(json.loads, told))
+    texts = told_before(file)
     for i, request in enumerate(requests):
         start = texts.get(i, request.tokens)[: len(request.tokens)]
         if start != request.tokens:
@@ -373,6 +399,7 @@ def save_head(head: EagleHead, folder: Path, target: str) -> None:
 
 def train(args: argparse.Namespace) -> None:
     """Let the target tell its texts; make the head, train, evaluate, save."""
+    check_out(args.out)
     device = find_device(args.device)
     if args.autocast:
         stored, _ = open_checkpoint(find_model(args.target))

@@ -59,18 +59,18 @@ def main() -> None:
     held_out = sample_corpus(llama, 8, 129, end, seed=2)
     merged = merge_heads(llama, 1)
     print(f"cache: {cache_bytes(llama):,} bytes a token, merged {cache_bytes(merged):,}")
-    show("before", evaluate(llama, held_out, llama, 128, 8))
-    show("merged", evaluate(merged, held_out, llama, 128, 8))
+    print(shown("before", evaluate(llama, held_out, llama, 128, 8)))
+    print(shown("merged", evaluate(merged, held_out, llama, 128, 8)))
     recipe = Hyperparameters(steps=10, batch=4, length=128, warmup=1, overlap=0)
     training = Training(
         merged, None, llama, sampled=sample_corpus(llama, 16, 129, end, seed=1), recipe=recipe
     )
     for _ in range(recipe.steps):
         training.step()
-    show("after 10 steps", evaluate(merged, held_out, llama, 128, 8))
+    print(shown("after 10 steps", evaluate(merged, held_out, llama, 128, 8)))
 
 
 if __name__ == "__main__":
-    from train.distill import Hyperparameters, Training, evaluate, sample_corpus, show
+    from train.distill import Hyperparameters, Training, evaluate, sample_corpus, shown
 
     main()

@@ -18,15 +18,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from app.shell import Parser, number_or_word, say, status, write
+from app.shell import Parser, check_folder, number_or_word, say, status, write
 from checkpoint.config import Config
 from checkpoint.files import read_json
 from checkpoint.formats import Quantization
 from checkpoint.hub import find_folder
-from checkpoint.tensors import Checkpoint
+from checkpoint.tensors import Checkpoint, write_tensors
 from errors import UserError
 from kernels import find_device
 from model import Llama
@@ -50,7 +49,7 @@ def save(llama: Llama, source: Path, out: Path) -> None:
         dtype = source_dtype if isinstance(weight, Tensor) else None
         for part, tensor in named_tensors(name, weight).items():
             tensors[part] = tensor.to("cpu", dtype, copy=True)
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    write_tensors(tensors, out / "model.safetensors")
     copy_files(source, out, COPIED)
     config = read_json(source / "config.json")
     config["quantization_config"] = llama.config.quantization.to_dict()
@@ -193,6 +192,7 @@ def store(
     out = Path(args.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"--out {out} exists and is not an empty folder: give a new one")
+    check_folder(out)
     before = size(Llama(Config.load(source), "meta", seed=None))
     losses: dict[str, float] | None = {} if args.errors else None
     llama = quantized(source, how, calibration, args.device, losses=losses)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from checkpoint.config import Config
-from conftest import ROOT, SMALL, write_model
+from conftest import ROOT, SMALL, largest_file, write_model
 from errors import UserError
 from kvcache import AttentionMetadata
 from model import Llama
@@ -207,6 +207,33 @@ def test_checkpoint_of_another_shape_is_refused(tmp_path: Path) -> None:
         other.resume(tmp_path / "state")
 
 
+def test_a_file_that_is_no_whole_checkpoint_is_refused(tmp_path: Path) -> None:
+    training().save(tmp_path / "state")
+    whole = (tmp_path / "state").read_bytes()
+    for data in (b"", b"text", whole[:-100], whole[100:]):
+        (tmp_path / "state").write_bytes(data)
+        with pytest.raises(UserError, match="not a whole checkpoint"):
+            training().resume(tmp_path / "state")
+    torch.save({"steps": 3}, tmp_path / "state")
+    with pytest.raises(UserError, match="not a whole checkpoint"):
+        training().resume(tmp_path / "state")
+
+
+@pytest.mark.parametrize("size", [1000, 20_000])  # the first tensors fail, or later ones
+def test_on_a_full_disk_the_old_checkpoint_stays(tmp_path: Path, size: int) -> None:
+    run = training()
+    run.save(tmp_path / "state")
+    assert (tmp_path / "state").stat().st_size > 20_000
+    run.step()
+    with largest_file(size), pytest.raises(OSError, match="state cannot be written"):
+        run.save(tmp_path / "state")
+    run.resume(tmp_path / "state")
+    assert run.steps == 0
+    with largest_file(1000), pytest.raises(OSError, match="cannot be written"):
+        distill.save_model(run.student, tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["state"]
+
+
 # ---- The command line ----------------------------------------------------------------------------
 
 SIZES, SHAPE = ["--length", "16", "--batch", "2"], ["--width", "24", "--heads", "4", "--mlp", "32"]
@@ -245,13 +272,13 @@ def test_from_text_to_a_target_to_a_draft_to_fewer_heads(
     assert Path(draft, "tokenizer.json").read_bytes() == Path(target, "tokenizer.json").read_bytes()
     capsys.readouterr()
     run(f"--from {target} --kv-heads 1 --steps 3", merged)
-    printed = capsys.readouterr().out
-    assert [line.split(":")[0] for line in printed.splitlines()] == ["before", "after"]
+    told = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[0] for line in (told[0], told[-1])] == ["before", "after"]
     assert Config.load(Path(merged)).num_key_value_heads == 1
     run(f"--target {target} --steps 6 --tales 8", draft, data=())  # goes on
     captured = capsys.readouterr()
     assert "going on after step 4" in captured.err and "step     6 of 6" in captured.err
-    assert "acceptance" in captured.out
+    assert "acceptance" in captured.err and captured.out == ""  # which nobody may read
 
 
 @pytest.mark.parametrize("tells", [False, True])
@@ -294,6 +321,7 @@ def test_bad_flags_are_one_line(
     short = str(write_model(tmp_path / "short", max_position_embeddings=32))
     scratch = ["--from-scratch", "--data"]
     start = ["--from", str(base), "--data", stories]
+    before = (base / "config.json").read_bytes()
     cases = [
         (["--from-scratch"], "no text to learn from"),
         (["--own", "0.3"], "--own has no use without --data"),
@@ -327,6 +355,11 @@ def test_bad_flags_are_one_line(
             code = stop.code
         last = capsys.readouterr().err.splitlines()[-1]
         assert code == 2 and last.startswith("error: ") and says in last, (flags, last)
+    # A model that was not trained there would be lost.
+    for out, says in ((str(base), "holds a model"), ("", "--out is empty"), (stories, "folder")):
+        assert distill.main(["--out", out]) == 2
+        assert says in capsys.readouterr().err
+    assert (base / "config.json").read_bytes() == before and not (base / "training.pt").exists()
 
 
 # ---- The pair in this repository -----------------------------------------------------------------

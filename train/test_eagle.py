@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from checkpoint.eagle import is_eagle
 from conftest import random_llama
+from errors import UserError
 from generate import Model, generate
 from kernels import Ops
 from request import Request, Settings
@@ -218,6 +219,20 @@ def test_texts_that_are_told_are_on_the_disk_at_once(base, tmp_path, monkeypatch
     requests = [Request([1], Settings(1.0, seed=i, max_tokens=3 * i)) for i in range(1, 4)]
     eagle.tell_texts(Model.load(base), requests, file, 12)
     assert kept == [1, 2, 3]
+
+
+@pytest.mark.parametrize("line", [b"text", b"\xff", b"3", b"[1]", b"[1, 2]", b'["a", ["b"]]'])
+def test_a_file_of_texts_that_holds_others_is_refused(base, tmp_path, line):
+    (tmp_path / "texts").write_bytes(b"[0, [1, 2]]\n" + line + b"\n")
+    with pytest.raises(UserError, match="no text that was told"):
+        eagle.tell_texts(Model.load(base), [], tmp_path / "texts", 12)
+
+
+def test_a_model_is_not_overwritten_by_its_head(base, capsys):
+    before = (base / "model.safetensors").read_bytes()
+    assert eagle.main(["--target", str(base), "--out", str(base)]) == 2
+    assert "holds a model" in capsys.readouterr().err
+    assert (base / "model.safetensors").read_bytes() == before
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 import quant
 from checkpoint.config import Config
 from checkpoint.formats import Quantization
-from conftest import write_model
+from conftest import largest_file, write_model
 from errors import UserError
 from kvcache import KVCache
 from model import Llama
@@ -342,3 +342,20 @@ def test_no_text_is_measured_on_that_was_calibrated_with(tmp_path, small, monkey
         assert max(map(len, texts)) == Config.load(plain).max_position_embeddings == 96
         methods = {recipe.how.method for recipe in recipes if recipe.how}
         assert (methods == {"rtn"}) == (not calibration) == (not data)
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_the_work(base, tmp_path, monkeypatch):
+    monkeypatch.setattr(quantize, "quantized", lambda *_, **__: pytest.fail("quantized first"))
+    (tmp_path / "file").touch()
+    assert run(base, "--out", tmp_path / "file" / "out") == 2
+    monkeypatch.setattr("os.access", lambda *_: False)
+    for out in (tmp_path / "new", tmp_path / "new" / "out"):
+        assert run(base, "--out", out) == 2
+        assert not (tmp_path / "new").exists()
+
+
+def test_a_full_disk_is_one_line(base, tmp_path, capsys):
+    with largest_file(1000):
+        assert run(base, "--out", tmp_path / "out") == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "model.safetensors cannot be written" in err
