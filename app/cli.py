@@ -90,8 +90,11 @@ def results_to(file: str | None) -> Iterator[None]:
     if file is None or rank() > 0:
         yield
         return
-    with open(file, "w", encoding="utf-8") as out, redirect_stdout(out):
-        yield
+    try:
+        with open(file, "w", encoding="utf-8") as out, redirect_stdout(out):
+            yield
+    except OSError as error:  # a full disk, of which closing the file tells again, without a name
+        raise OSError(error.errno, error.strerror, file) from None
 
 
 def print_json(result: Result, **more: Any) -> None:

@@ -270,8 +270,7 @@ def check_flags(args: argparse.Namespace) -> None:
         )
     if args.out is not None:
         check_file(Path(args.out))
-        if args.prompts is not None and is_same_file(args.out, args.prompts):
-            raise UserError(f"--out {args.out} is the file of --prompts: name another")
+    check_written_files(args)
     if args.schema == "-" and "-" in (args.prompt, args.prompts):
         raise UserError("standard input holds the schema or the prompt: name a file for one")
     for name in ("logprobs", "prompt_logprobs"):
@@ -286,6 +285,19 @@ def flagged_settings(args: argparse.Namespace) -> Settings:
     """The settings that flags give, but for those in files."""
     names = Settings.__dataclass_fields__.keys() - FILES
     return Settings(**{name: getattr(args, name) for name in names})
+
+
+def check_written_files(args: argparse.Namespace) -> None:
+    """UserError if a file that is written is also read, or written twice: it would be lost."""
+    for flag in ("out", "profile"):
+        file = getattr(args, flag)
+        for other in ("prompts", "schema", "grammar", "target", "draft"):
+            name = getattr(args, other)
+            if file and name and is_same_file(file, name):
+                raise UserError(f"--{flag} {file} is the file of --{other}: name another")
+    if args.out and args.profile:
+        if os.path.realpath(args.out) == os.path.realpath(args.profile):
+            raise UserError(f"--profile {args.profile} is the file of --out: name another")
 
 
 def is_same_file(one: str, other: str) -> bool:

@@ -18,7 +18,7 @@ from app import flags as flags_page
 from app.shell import Terminated
 from batcher import Batcher
 from checkpoint.config import Config
-from conftest import SMALL, program, told, write_model
+from conftest import SMALL, largest_file, program, told, write_model
 from generate import Model, generate
 from model import Llama, weight_bytes
 from runner import ModelRunner
@@ -272,8 +272,16 @@ def test_results_go_to_a_file_and_what_was_there_stays_after_a_mistake(base, cap
     assert sorted(numbers) == [1, 2, 3]
     _, text, _ = run(capsys, PROMPT, *flags[:-2])
     assert run(capsys, PROMPT, *flags)[:2] == (0, "") and out.read_text() == text
+    schema = tmp_path / "schema"
+    schema.write_text('{"type": "object"}')
+    same = tmp_path / "folder" / ".." / "new"  # it is not there yet
+    (tmp_path / "folder").mkdir()
     for wrong, says in (
         (("--prompts", prompts, *flags[:-1], prompts), "is the file of --prompts"),
+        (("--prompts", prompts, "--profile", prompts), "is the file of --prompts"),
+        ((PROMPT, "--schema", schema, *flags[:-1], schema), "is the file of --schema"),
+        ((PROMPT, "--target", schema, "--out", schema), "is the file of --target"),
+        ((PROMPT, "--out", tmp_path / "new", "--profile", same), "is the file of --out"),
         ((PROMPT, *flags[:-1], tmp_path), "is not a file"),
         ((PROMPT, *flags, "--max-len", "3"), "the prompt has"),
         (("--prompts", prompts, *flags, "--no-cache"), "without a cache there are no"),
@@ -281,6 +289,14 @@ def test_results_go_to_a_file_and_what_was_there_stays_after_a_mistake(base, cap
         status, _, err = run(capsys, *wrong)
         assert status == 2 and says in err and out.read_text() == text, err
     assert prompts.read_text().startswith('{"prompt": "a"}')
+    assert schema.read_text() == '{"type": "object"}'
+
+
+def test_a_full_disk_is_told_with_the_name_of_the_file(base, capsys, tmp_path):
+    out = tmp_path / "results"
+    with largest_file(1000):
+        status, _, err = run(capsys, PROMPT, "--target", base, "--json", "--n", 9, "--out", out)
+    assert status == 2 and err.splitlines()[-1].endswith(f"File too large: '{out}'")
 
 
 def test_fields_of_a_line_override_flags(instruct, capsys, tmp_path):
