@@ -29,6 +29,11 @@ Not covered: bugs in parts that this project does not have, or that need a GPU (
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # slow imports follow: a signal ends them in silence
+    from app.shell import begin, status
+
+    begin()
+
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -679,4 +684,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(status(main))

@@ -1,8 +1,13 @@
 """Every bug of the museum is caught; a bug that nobody sees, or that cannot be planted, is told."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 import museum
+from conftest import ROOT
 from museum import ROOMS, Exhibit, planted
 from sampling import draft_role
 
@@ -36,3 +41,15 @@ def test_a_bug_is_planted_once_and_taken_away():
     for right in ("4 * j", "j"):  # not there; there twice
         with pytest.raises(LookupError, match="draft_role"), planted(draft_role, right, "0"):
             pass
+
+
+def test_a_reader_that_leaves_and_a_terminal_without_unicode_are_no_bugs():
+    """museum.py is a program: its first line reaches `head -1`, and there is no traceback."""
+    done = subprocess.run(
+        ["sh", "-c", f"{sys.executable} museum.py | head -2"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "\nSpeculation\n" and done.stderr == ""
