@@ -90,6 +90,7 @@ def parse_bench(arguments: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--out", metavar="FILE", help="where numbers go (results/<machine>.json)")
     plan.add_plan_flags(p.add_argument_group("a plan: nothing is measured"))
     args = p.parse_args(arguments)
+    p.empty(args)
     # `unused` refuses flags that would do nothing: "--gguf has no use but with …".
     if args.plan:
         p.unused(args, "against readme quick target draft_bits prompts gguf out", "with --plan")

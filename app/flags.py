@@ -389,6 +389,10 @@ def check_server_flags(args: argparse.Namespace) -> None:
     for name, key in (("--api-key", args.api_key), (KEY_VARIABLE, os.environ.get(KEY_VARIABLE))):
         if key and key != key.strip():
             raise UserError(f"{name} begins or ends with a space, which no header can: take it out")
+    for name in ("host", "model_name"):  # of "$HOST", which is not set, all addresses are made
+        if getattr(args, name) == "":
+            flag = name.replace("_", "-")
+            raise UserError(f"--{flag} is empty: name one, or leave it out")
     for origin in args.allow_origin:
         if not re.fullmatch(ORIGIN, origin):
             raise UserError(

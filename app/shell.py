@@ -196,6 +196,12 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         sys.exit(refuse(f"{message} (see --help)"))
 
+    def empty(self, args: argparse.Namespace) -> None:
+        """Refuse flags of no value, as "$MODEL" is where nobody has set it."""
+        for name, value in vars(args).items():
+            if value == "":
+                self.error(f"--{name.replace('_', '-')} is empty: name one, or leave it out")
+
     def unused(self, args: argparse.Namespace, names: str, why: str) -> None:
         """Refuse the flags of these names, where they would do nothing."""
         for name in names.split():

@@ -1159,6 +1159,8 @@ def test_mistakes_are_one_line(monkeypatch, capsys):
         (["--draft-bits", "4"], "--draft-bits is about drafted tokens"),
         (["--grace", "-1"], "--grace is -1.0"),
         (["--api-key", ""], "--api-key is empty"),
+        (["--host", ""], "--host is empty"),
+        (["--model-name", ""], "--model-name is empty"),
         (
             ["--allow-origin", "http://localhost:3000/"],
             "--allow-origin is 'http://localhost:3000/'",

@@ -63,6 +63,8 @@ class Told:
 def prompts_of(file: Path) -> list[str]:
     """The prompts of JSON lines {"prompt": "…"}. (Settings are not done here: all runs have the
     same.)"""
+    if not file.exists():
+        raise UserError(f'--prompts {file} is missing: name a file of lines {{"prompt": "…"}}')
     prompts = []
     for number, line in enumerate(read_bounded(file).splitlines(), 1):
         try:

@@ -111,6 +111,11 @@ def test_mistakes_are_one_line_and_told_before_anything_is_measured(tmp_path, ca
         (["--out", str(tmp_path / "list.json")], "does not hold results"),
         (["--readme", "--quick"], "--quick has no use"),
         (["--draft", "ngram", "--draft-bits", "8", "--quick"], "draft_bits is 8"),
+        (["--draft", "ngram", "--prompts", "no-file", "--quick"], "--prompts no-file is missing"),
+        (["--target", ""], "--target is empty"),
+        (["--gpu", ""], "--gpu is empty"),
+        (["--plan", "", "--gpu", "H200"], "--plan is empty"),
+        (["--out", ""], "--out is empty"),
     ):
         try:
             status = bench.main(arguments)
