@@ -354,7 +354,8 @@ class Engine:
         )
         self.batcher = Batcher(self.runner, options.max_batch)
         for setting in model.recommended.unsupported():
-            warnings.warn(f"this model's makers ask for {setting}, which is not done here")
+            where = model.recommended.where
+            warnings.warn(f"this model's {where} asks for {setting}, which is not done here")
         if options.max_batch > 1:  # compile now what only steps of many texts launch
             llama.ops.warm_up(llama, cache, vocab_size)
             for draft_model in draft.models if draft else ():
