@@ -105,7 +105,7 @@ def find_device(name: torch.device | str | None = None) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise UserError(f"device {str(name)!r} is unknown: use {usable}") from None
-    if device.type not in ("cpu", "cuda"):
+    if device.type not in BACKENDS:
         raise UserError(f"device {str(name)!r} is not supported: use {usable}")
     try:
         torch.empty(1, device=device)
