@@ -32,7 +32,9 @@ comes from anybody, and its compiling and its masks take time and memory from ot
 Invariant: between rounds the state of a text has read all its new tokens but end-of-text.
 Cost: `python bench.py --target NAME` measures it. Threads of the package make masks while the
 target's pass runs; masks within a string of bounded length cost most.
-Not covered: a grammar that names control tokens; numbers of a schema that 64 bits do not hold.
+Not covered: a grammar that names control tokens; numbers of a schema that 64 bits do not hold, the
+common multiple of several multipleOf included; a property that is declared, named again with
+escapes, where more properties are allowed.
 
 Koo, Liu & He 2024 (arXiv:2407.08103); Dong et al. 2024, XGrammar (arXiv:2411.15100).
 
