@@ -61,7 +61,9 @@ def waste(effort: Effort) -> list[Row]:
     """With memory for 8 texts of 1024 tokens: the texts in flight, and the wasted share."""
     layouts: dict[str, KVCache | PagedCache] = {"rows of 1024": KVCache(KVSpec(1, 1, 1), 1024, 8)}
     for size in (256, 64, 16, 1):
-        layouts[f"blocks of {size}"] = PagedCache(KVSpec(1, 1, 1), 8192 // size, size, max_len=1024)
+        layouts[f"blocks of {size}"] = PagedCache(
+            KVSpec(1, 1, 1), 8192 // size, size, max_len=1024, prefix_caching=False
+        )
     rows = []
     for name, cache in layouts.items():
         requests = mixed_requests(effort.num_mixed)
