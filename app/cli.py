@@ -94,6 +94,8 @@ def results_to(file: str | None) -> Iterator[None]:
         with open(file, "w", encoding="utf-8") as out, redirect_stdout(out):
             yield
     except OSError as error:  # a full disk, of which closing the file tells again, without a name
+        if error.errno is None or error.filename not in (None, "standard output"):
+            raise  # it is of another file
         raise OSError(error.errno, error.strerror, file) from None
 
 

@@ -324,7 +324,7 @@ def check_draft_flags(args: argparse.Namespace, *names: str) -> None:
 # ---- serve.py ----------------------------------------------------------------------------------
 
 
-def server_parser() -> argparse.ArgumentParser:
+def server_parser() -> Parser:
     p = Parser(
         "serve.py",
         "Serve a Llama to OpenAI's clients, and a page that shows the batch.",
@@ -339,7 +339,9 @@ def server_parser() -> argparse.ArgumentParser:
 
 def server_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The flags of serve.py; None: this program's. SystemExit or UserError for a mistake."""
-    args = server_parser().parse_args(arguments)
+    p = server_parser()
+    args = p.parse_args(arguments)
+    p.empty(args)  # of "$HOST", which is not set, all addresses would be made
     check_server_flags(args)
     return args
 
@@ -384,15 +386,9 @@ def check_server_flags(args: argparse.Namespace) -> None:
         raise UserError(f"--port is {args.port}: it must be from 0 to 65535")
     if not 0 <= args.grace <= MAX_GRACE:
         raise UserError(f"--grace is {args.grace}: it must be from 0 to {MAX_GRACE} seconds")
-    if args.api_key == "":
-        raise UserError("--api-key is empty: name a key, or leave it out")
     for name, key in (("--api-key", args.api_key), (KEY_VARIABLE, os.environ.get(KEY_VARIABLE))):
         if key and key != key.strip():
             raise UserError(f"{name} begins or ends with a space, which no header can: take it out")
-    for name in ("host", "model_name"):  # of "$HOST", which is not set, all addresses are made
-        if getattr(args, name) == "":
-            flag = name.replace("_", "-")
-            raise UserError(f"--{flag} is empty: name one, or leave it out")
     for origin in args.allow_origin:
         if not re.fullmatch(ORIGIN, origin):
             raise UserError(

@@ -297,6 +297,10 @@ def test_a_full_disk_is_told_with_the_name_of_the_file(base, capsys, tmp_path):
     with largest_file(1000):
         status, _, err = run(capsys, PROMPT, "--target", base, "--json", "--n", 9, "--out", out)
     assert status == 2 and err.splitlines()[-1].endswith(f"File too large: '{out}'")
+    for other in (OSError("of no file"), FileNotFoundError(2, "No such file", "other")):
+        with pytest.raises(OSError) as told, cli.results_to(str(out)):
+            raise other
+        assert told.value is other
 
 
 def test_fields_of_a_line_override_flags(instruct, capsys, tmp_path):

@@ -1161,6 +1161,7 @@ def test_mistakes_are_one_line(monkeypatch, capsys):
         (["--api-key", ""], "--api-key is empty"),
         (["--host", ""], "--host is empty"),
         (["--model-name", ""], "--model-name is empty"),
+        (["--target", ""], "--target is empty"),
         (
             ["--allow-origin", "http://localhost:3000/"],
             "--allow-origin is 'http://localhost:3000/'",
