@@ -1,5 +1,6 @@
 """Serving with a stopwatch, and memory that is wasted: with a clock and models that are known."""
 
+from copy import deepcopy
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -8,7 +9,8 @@ import torch
 from batcher import Batcher
 from checkpoint.formats import Quantization
 from kvcache import KVCache, KVSpec, NoCache
-from measure import serving
+from measure import memory, serving
+from measure.effort import Effort
 from measure.gpu_parts import SHAPES
 from measure.memory import BlankModel
 from measure.serving import Served, log_spread, random_request
@@ -31,6 +33,14 @@ def test_every_token_is_counted():
     # Two at a time: the last steps of the texts lie one after the other.
     assert served.seconds < sum(served.first_token) + sum(served.gaps) <= 3 * served.seconds
     assert served.cache_bytes == cache.bytes
+
+
+def test_texts_that_begin_alike_share_no_block_where_waste_is_measured(monkeypatch):
+    """The last ones wait for memory, while the first one still runs."""
+    alike = [random_request(900, num_tokens, 1) for num_tokens in (100, *[10] * 9)]
+    monkeypatch.setattr(memory, "mixed_requests", lambda count: deepcopy(alike))
+    *_, blocks_of_one = memory.waste(Effort())
+    assert blocks_of_one["waste"] == 0
 
 
 def test_rates_are_tokens_over_seconds():
