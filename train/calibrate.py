@@ -47,7 +47,6 @@ Attention sinks: Xiao et al. 2023 (2309.17453).
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -451,21 +450,6 @@ def quantize_model(
     if llama.head is not llama.embed:
         result.head = quantize_linear(llama.head, how.head_bits, how.group)
     return result
-
-
-def quantized(
-    name: str | Path,
-    how: Quantization | None,
-    texts: Sequence[Tensor] = (),
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-    losses: dict[str, float] | None = None,
-) -> Llama:
-    """The model of this name, quantized layer by layer, not packed yet. how None: as it is."""
-    llama = Llama.load(name, device, dtype, trainable=True)
-    if how is None:
-        return llama
-    return quantize_model(llama, how, texts, losses)
 
 
 def size(llama: Llama) -> int:

@@ -25,7 +25,7 @@ from checkpoint.formats import Quantization
 from kvcache import KVCache
 from model import Llama
 from quant import FORMATS, WIDTHS, Bits
-from train.calibrate import quantized, size
+from train.calibrate import quantize_model, size
 from train.gqa import cache_bytes
 
 CHUNK = 256  # tokens of a pass: the logits of more take much memory
@@ -110,7 +110,9 @@ def table(
     print(f"{'weights':30}   KV         bytes  of 16 bits  KV bytes  perplexity")
     rows = []
     for how, widths in recipes:
-        llama = quantized(name, how, calibration, device, torch.float32)
+        llama = Llama.load(name, device, torch.float32, trainable=True)
+        if how is not None:
+            llama = quantize_model(llama, how, calibration)
         weight_bytes = size(llama)
         llama.pack_weights()
         for width in widths:

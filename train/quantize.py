@@ -33,7 +33,7 @@ from quant import FORMATS, named_tensors
 from tokenizer import Tokenizer
 from train import perplexity
 from train.bpe import END, FILES, copy_files, write_json
-from train.calibrate import quantized, size
+from train.calibrate import quantize_model, size
 from train.stories import hold_out, read_file, split_stories
 
 METHODS = ("rtn", "awq", "gptq", "awq+gptq")  # of integers, from the cheapest to the best
@@ -195,7 +195,9 @@ def store(
     check_folder(out)
     before = size(Llama(Config.load(source), "meta", seed=None))
     losses: dict[str, float] | None = {} if args.errors else None
-    llama = quantized(source, how, calibration, args.device, losses=losses)
+    llama = quantize_model(
+        Llama.load(source, args.device, trainable=True), how, calibration, losses
+    )
     out.mkdir(parents=True, exist_ok=True)
     save(llama, source, out)
     after = size(llama)

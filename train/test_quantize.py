@@ -345,7 +345,7 @@ def test_no_text_is_measured_on_that_was_calibrated_with(tmp_path, small, monkey
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_the_work(base, tmp_path, monkeypatch):
-    monkeypatch.setattr(quantize, "quantized", lambda *_, **__: pytest.fail("quantized first"))
+    monkeypatch.setattr(Llama, "load", lambda *_, **__: pytest.fail("loaded first"))
     (tmp_path / "file").touch()
     assert run(base, "--out", tmp_path / "file" / "out") == 2
     monkeypatch.setattr("os.access", lambda *_: False)
