@@ -28,8 +28,8 @@ SIZES |= {f"prompt{n}": (0, n) for n in PROMPTS}
 
 
 @torch.inference_mode()
-def step_times(llama: Llama, past: int, new: int, repeats: int = 1) -> list[float]:
-    """Seconds of a step of `new` tokens after `past` others, with all logits, again and again.
+def step_seconds(llama: Llama, past: int, new: int) -> float:
+    """Seconds of a step of `new` tokens after `past` others, with all logits.
 
     past 0: of a prompt, with its last logits.
     """
@@ -38,31 +38,27 @@ def step_times(llama: Llama, past: int, new: int, repeats: int = 1) -> list[floa
     tokens = torch.arange(past + new, device=llama.device) % 1000
     old_tokens, new_tokens = tokens.split((past, new))
     last = slice(-1, None)
+    wanted = None if past else last
     if past:
         metadata = cache.extend([(seq, old_tokens.tolist())])
         llama(old_tokens, metadata, last)
-    times = []
-    for _ in range(repeats):
-        metadata = cache.extend([(seq, new_tokens.tolist())])
-        start = time.perf_counter()
-        logits = llama(new_tokens, metadata, None if past else last)
-        logits[-1].argmax().item()  # waits for a GPU
-        times.append(time.perf_counter() - start)
-        cache.truncate(seq, past)
-    return times
+    metadata = cache.extend([(seq, new_tokens.tolist())])
+    start = time.perf_counter()
+    logits = llama(new_tokens, metadata, wanted)
+    logits[-1].argmax().item()  # waits for a GPU
+    return time.perf_counter() - start
 
 
 def compare(
     models: dict[str, Llama], past: int, new: int, turns: int
 ) -> dict[str, tuple[float, float]]:
     """Median seconds of each model, and its speed-up over the first. One turn more warms up."""
-    runs = [partial(step_times, llama, past, new) for llama in models.values()]
-    columns = []
-    for _, *counted in in_turns(runs, turns + 1):
-        columns.append([seconds for (seconds,) in counted])
+    runs = [partial(step_seconds, llama, past, new) for llama in models.values()]
+    columns = in_turns(runs, turns + 1)
+    first = columns[0][1:]
     result = {}
-    for name, times in zip(models, columns):
-        result[name] = (median(times), ratio(columns[0], times))
+    for name, (_, *seconds) in zip(models, columns):
+        result[name] = (median(seconds), ratio(first, seconds))
     return result
 
 
