@@ -49,10 +49,8 @@ def cpu_info(field: str) -> str:
     return found[1] if found else ""
 
 
-def processor(on_gpu: bool = False) -> str:
-    """The GPU's name, or the CPU's."""
-    if on_gpu:
-        return torch.cuda.get_device_name()
+def processor() -> str:
+    """The CPU's name."""
     if platform.system() == "Darwin":
         command = ["sysctl", "-n", "machdep.cpu.brand_string"]
         return subprocess.run(command, capture_output=True, text=True).stdout.strip()
@@ -72,10 +70,8 @@ def has_bfloat16() -> bool:
     return "bf16" in instructions()
 
 
-def instruction_set(on_gpu: bool = False) -> str:
-    """The widest instructions that products use, or the kind of CPU; empty for a GPU alone."""
-    if on_gpu:
-        return ""
+def instruction_set() -> str:
+    """The widest instructions that products use, or the kind of CPU."""
     if os.environ.get("LLAMA_NATIVE") == "0":
         return "no-c"
     known = re.split(r"[\s+]+", instructions())
@@ -84,7 +80,9 @@ def instruction_set(on_gpu: bool = False) -> str:
 
 
 def identity(on_gpu: bool = False) -> dict[str, str]:
-    return {"machine": processor(on_gpu), "instructions": instruction_set(on_gpu)}
+    if on_gpu:  # it is named alone
+        return {"machine": torch.cuda.get_device_name(), "instructions": ""}
+    return {"machine": processor(), "instructions": instruction_set()}
 
 
 def results_file(results: dict[str, Any] | None = None) -> Path:
