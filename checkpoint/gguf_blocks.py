@@ -83,28 +83,25 @@ def q4_0(parts: BlockParts) -> Grid:
 
 def q5_0(parts: BlockParts) -> Grid:
     d, *bits = parts
-    q = five_bits(*bits)
+    q = with_fifth(*bits)
     q = q.view(torch.int8) - 16
     return Grid(q, halves(d))
 
 
 def q4_1(parts: BlockParts) -> Grid:
-    d, m, q = parts
-    q = bit_fields(q, 4)
-    return Grid(q, halves(d), halves(m))
-
-
-def q5_1(parts: BlockParts) -> Grid:
+    """And Q5_1, whose fifth bits are before the others."""
     d, m, *bits = parts
-    q = five_bits(*bits)
-    return Grid(q, halves(d), halves(m))
+    return Grid(with_fifth(*bits), halves(d), halves(m))
 
 
-def five_bits(high: Tensor, low: Tensor) -> Tensor:
-    """Of Q5_0 and Q5_1: bit j of `high` is the fifth of weight j."""
-    fifth = bit_fields(high.unsqueeze(-1), 1)  # [N, B, 4, 8]
-    lower = bit_fields(low, 4)
-    return lower | fifth.flatten(-2) << 4
+def with_fifth(*bits: Tensor) -> Tensor:
+    """Weights of 4 bits; of 5, if others are before these: bit j of them is the fifth of weight
+    j."""
+    *fifth, low = bits
+    q = bit_fields(low, 4)
+    for high in fifth:
+        q |= bit_fields(high.unsqueeze(-1), 1).flatten(-2) << 4
+    return q
 
 
 def q4_k(parts: BlockParts) -> Grid:
@@ -162,7 +159,7 @@ BLOCK_FORMATS = {
     "Q4_0": BlockFormat(32, (2, 16), 4, 32, True, q4_0),
     "Q4_1": BlockFormat(32, (2, 2, 16), 4, 32, True, q4_1),
     "Q5_0": BlockFormat(32, (2, 4, 16), 8, 32, False, q5_0),
-    "Q5_1": BlockFormat(32, (2, 2, 4, 16), 8, 32, True, q5_1),
+    "Q5_1": BlockFormat(32, (2, 2, 4, 16), 8, 32, True, q4_1),
     "Q4_K": BlockFormat(256, (2, 2, 12, 128), 4, 32, True, q4_k),
     "Q5_K": BlockFormat(256, (2, 2, 12, 32, 128), 8, 32, True, q4_k),
     "Q6_K": BlockFormat(256, (128, 64, 16, 2), 8, 16, False, q6_k),

@@ -67,7 +67,7 @@ class SentencePiece(NamedTuple):
 
     ranks: Ranks
     ids: Ids  # characters, and what merging makes -> id
-    byte_ids: list[int]  # byte -> id
+    byte_ids: dict[int, int]  # byte -> id
     words: re.Pattern[str]
     space: Space
 
@@ -151,10 +151,8 @@ def make_vocabulary(texts: TokenTexts, ranks: Ranks, space: Space, strips: bool)
     words = WORDS_OF_ONE_SPACE if space.splits else WORDS
     if not space.splits and any(SPACE in text.lstrip(SPACE) for text in ids):
         words = WHOLE_TEXT
-    ids_of_bytes = [byte_ids[byte] for byte in range(256)]
-    return texts.vocabulary(
-        decoded, SentencePiece(ranks, ids, ids_of_bytes, words=words, space=space), strips
-    )
+    merges = SentencePiece(ranks, ids, byte_ids, words=words, space=space)
+    return texts.vocabulary(decoded, merges, strips)
 
 
 # ---- tokenizer.model
