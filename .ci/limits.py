@@ -38,7 +38,7 @@ from quant import WIDTHS
 from request import Request, Settings
 from settings import Options
 from tokenizer import Tokenizer
-from train.perplexity import Recipe, Row, recipe_label, table
+from train.perplexity import Recipe, Row, table
 from train.quantize import pieces
 
 Figures = dict[str, float]
@@ -202,7 +202,7 @@ def losses(folder: str, text: str) -> Figures:
     recipes = [Recipe(None, list(WIDTHS))]
     recipes += [Recipe(Quantization(bits), ["16"]) for bits in (8, 4)]
     rows = table(folder, measured, [], recipes, "cpu")
-    return {f"{recipe_label(row.how)}, {row.width}": loss(row, rows[0]) for row in rows}
+    return {f"{row.weights}, {row.kv}": loss(row, rows[0]) for row in rows}
 
 
 # ---- Speed

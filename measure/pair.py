@@ -25,7 +25,7 @@ from model import Llama, weight_bytes
 from request import Request, Settings
 from settings import Options
 from train.distill import sample_corpus
-from train.perplexity import recipe_label, recipes, table
+from train.perplexity import recipes, table
 
 Row = dict[str, Any]
 
@@ -121,12 +121,8 @@ def bits(effort: Effort) -> list[Row]:
     with redirect_stdout(io.StringIO()):
         measured = table("tiny", texts, stories[:count], wanted, "cpu", llama)
     return [
-        {
-            "weights": recipe_label(row.how),
-            "kv": row.width,
-            "bytes": row.bytes,
-            "kv_bytes": row.token,
-            "perplexity": row.perplexity,
+        row._asdict()
+        | {
             "loss": row.perplexity / measured[0].perplexity - 1,
             "tokens": sum(map(len, texts)),
         }

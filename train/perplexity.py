@@ -63,10 +63,10 @@ class Recipe(NamedTuple):
 
 
 class Row(NamedTuple):
-    how: Quantization | None
-    width: str  # bits of keys and values
+    weights: str  # how they are quantized
+    kv: str  # bits of keys and values
     bytes: int  # of the weights, scales included
-    token: int  # bytes of a token's keys and values
+    kv_bytes: int  # of a token's keys and values
     perplexity: float
 
 
@@ -117,10 +117,15 @@ def table(
         llama.pack_weights()
         for width in widths:
             bits = WIDTHS[width]
-            token_bytes = cache_bytes(llama, bits)
-            loss = perplexity(llama, texts, bits, author)
-            rows.append(Row(how, width, weight_bytes, token=token_bytes, perplexity=loss))
-            print(row_text(rows[-1], rows[0]), flush=True)
+            row = Row(
+                recipe_label(how),
+                width,
+                weight_bytes,
+                kv_bytes=cache_bytes(llama, bits),
+                perplexity=perplexity(llama, texts, bits, author),
+            )
+            rows.append(row)
+            print(row_text(row, rows[0]), flush=True)
     return rows
 
 
@@ -140,5 +145,5 @@ def row_text(row: Row, first: Row) -> str:
     """A line of the table, beside the first row of it."""
     size = row.bytes / first.bytes
     loss = row.perplexity / first.perplexity - 1
-    weights = f"{recipe_label(row.how):30}{row.width:>5}{row.bytes:14,}"
-    return f"{weights}{size:12.3f}{row.token:10,}{row.perplexity:12.3f}{loss:+8.2%}"
+    weights = f"{row.weights:30}{row.kv:>5}{row.bytes:14,}{size:12.3f}"
+    return f"{weights}{row.kv_bytes:10,}{row.perplexity:12.3f}{loss:+8.2%}"

@@ -107,5 +107,5 @@ def test_a_row_is_what_it_is_alone(folder):
     assert table(folder, text, [], [rtn], "cpu")[0] == rows[-1]
     eight = perplexity(Llama.load(folder, "cpu", torch.float32, bits=8), text)
     assert rows[2].perplexity == eight != rows[0].perplexity
-    assert [row.width for row in rows] == ["16", "8", "16", "8"]
+    assert [row.kv for row in rows] == ["16", "8", "16", "8"]
     assert rows[0].bytes == rows[1].bytes > rows[2].bytes > rows[3].bytes
