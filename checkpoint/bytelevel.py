@@ -218,9 +218,9 @@ def make_byte_level(
     numbers = read_merges(file, merges, spelled.keys())
     last = {text: last_merge(text, numbers) for text in spelled}  # the number of the last merge
     for text in special:
-        if last.get(text) is not None:
+        if last.get(text, math.inf) < math.inf:
             reject(file, f"{text!r} is special, and what ordinary text merges into", "rename it")
-    reachable = sorted((text for text in last if last[text] is not None), key=last.__getitem__)
+    reachable = sorted((text for text in last if last[text] < math.inf), key=last.__getitem__)
     if not reachable:
         reject(file, "no byte is a token", "the bytes of a text must be tokens")
     whole_pieces = {}
@@ -266,16 +266,14 @@ def spell_tokens(file: Path, vocab: Ids, added: Ids) -> dict[str, bytes]:
     return spelled
 
 
-def last_merge(token: str, numbers: Ranks) -> int | None:
+def last_merge(token: str, numbers: Ranks) -> float:
     """The number of the merge that completes this token when it is spelled out and merged alone;
-    -1: it is one byte; None: no merge completes it."""
+    below all of them for a single byte, ∞ if no merge completes it."""
     parts = list(token)
     number = -1
-    while len(parts) > 1:
+    while len(parts) > 1 and number < math.inf:
         found = [numbers.get(pair, math.inf) for pair in zip(parts, parts[1:])]
         number = min(found)
-        if number == math.inf:
-            return None
         i = found.index(number)
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
     return number
