@@ -148,16 +148,16 @@ def open_checkpoint(path: Path) -> tuple[Config, Checkpoint]:
 def check_tensors(checkpoint: Checkpoint, weights: Weights, config: Config) -> None:
     """UserError unless the folder holds the model's tensors, and no other with an effect."""
     expected = expected_headers(checkpoint, weights, config.quantization)
-    if config.tie_word_embeddings and HEAD in checkpoint.headers:  # the embedding, stored again
+    is_stored_twice = config.tie_word_embeddings and HEAD in checkpoint.headers
+    if is_stored_twice:
         expected[HEAD] = expected[EMBEDDING]
-        checkpoint.check(expected)
-        if not torch.equal(checkpoint.read(HEAD), checkpoint.read(EMBEDDING)):
-            raise UserError(
-                f"tensor {HEAD} of {checkpoint.folder} differs from {EMBEDDING}, though "
-                "config.json ties them: set its tie_word_embeddings to false, so that the head "
-                "counts, or take the head out of the file"
-            )
     checkpoint.check(expected)
+    if is_stored_twice and not torch.equal(checkpoint.read(HEAD), checkpoint.read(EMBEDDING)):
+        raise UserError(
+            f"tensor {HEAD} of {checkpoint.folder} differs from {EMBEDDING}, though config.json "
+            "ties them: set its tie_word_embeddings to false, so that the head counts, or take "
+            "the head out of the file"
+        )
 
 
 def expected_headers(
