@@ -4,11 +4,12 @@ import json
 import math
 import os
 import resource
+import shlex
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -81,6 +82,28 @@ def told(table: str) -> list[tuple[str, str]]:
     """The lines of a table: what is given → what is said about it."""
     lines = [line.strip() for line in table.strip().split("\n")]
     return [tuple(line.split(" → ")) for line in lines]
+
+
+def check_refusals(
+    main: Callable[[list[str]], int],
+    table: str,
+    capsys: pytest.CaptureFixture[str],
+    lines: int = 1,
+    **places: object,
+) -> None:
+    """The mistakes in a table of flags → what is said: each ends with the status 2, with nothing on
+    standard output, and with this in the last of at most so many lines. {name} stands for a
+    place."""
+    for flags, says in told(table):
+        capsys.readouterr()
+        try:
+            status = main(shlex.split(flags.format(**places)))
+        except SystemExit as stop:
+            status = stop.code
+        out, err = capsys.readouterr()
+        assert (status, out) == (2, "") and 1 <= err.count("\n") <= lines, (flags, err)
+        last = err.splitlines()[-1]
+        assert last.startswith("error: ") and says in last, (flags, err)
 
 
 # ---- Numbers, and models in memory

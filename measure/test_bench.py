@@ -1,7 +1,6 @@
 """The command: everything runs, only numbers are stored, and a mistake is one line."""
 
 import json
-import re
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import pytest
 import torch
 
 import bench
-from conftest import program
+from conftest import check_refusals, program
 from measure import pair, report
 from measure.effort import QUICK
 from measure.machine import machine
@@ -99,31 +98,39 @@ def test_mistakes_are_one_line_and_told_before_anything_is_measured(tmp_path, ca
     monkeypatch.setattr(bench, "measure_pair", lambda effort: pytest.fail("measured first"))
     (tmp_path / "deep.json").write_text("[" * 10)
     (tmp_path / "list.json").write_text("[1]")
-    for arguments, told in (
-        (["--against", "nobody"], "invalid choice: 'nobody'"),
-        (["--gpu", "decode"], "needs a GPU"),
-        (["--gguf", "x"], "--gguf has no use but with"),
-        (["--target", "x", "--gpu", "decode"], "--target has no use"),
-        (["--out", str(tmp_path)], "is not a file"),
-        (["--out", "/dev/null"], "is not a file"),
-        (["--out", str(tmp_path / "no" / "x")], "cannot be written"),
-        (["--out", str(tmp_path / "deep.json")], "is not JSON"),
-        (["--out", str(tmp_path / "list.json")], "does not hold results"),
-        (["--readme", "--quick"], "--quick has no use"),
-        (["--draft", "ngram", "--draft-bits", "8", "--quick"], "draft_bits is 8"),
-        (["--draft", "ngram", "--prompts", "no-file", "--quick"], "--prompts no-file is missing"),
-        (["--target", ""], "--target is empty"),
-        (["--gpu", ""], "--gpu is empty"),
-        (["--plan", "", "--gpu", "H200"], "--plan is empty"),
-        (["--out", ""], "--out is empty"),
-    ):
-        try:
-            status = bench.main(arguments)
-        except SystemExit as stop:  # a flag without a use
-            status = stop.code
-        out, error = capsys.readouterr()
-        assert (status, out, error.count("\n")) == (2, "", 1), arguments
-        assert re.match(r"error: ", error) and told in error
+    table = """
+        --against nobody → invalid choice: 'nobody'
+        --gpu decode → needs a GPU
+        --gguf x → --gguf has no use but with
+        --target x --gpu decode → --target has no use
+        --out {tmp} → is not a file
+        --out /dev/null → is not a file
+        --out {tmp}/no/x → cannot be written
+        --out {tmp}/deep.json → is not JSON
+        --out {tmp}/list.json → does not hold results
+        --readme --quick → --quick has no use
+        --draft ngram --draft-bits 8 --quick → draft_bits is 8
+        --draft ngram --prompts no-file --quick → --prompts no-file is missing
+        --target '' → --target is empty
+        --gpu '' → --gpu is empty
+        --plan '' --gpu H200 → --plan is empty
+        --out '' → --out is empty
+        --plan 70B --gpu H100 → take fewer --bits, more --gpus
+        --plan 8B → --gpu is None: it must be one of RTX3060
+        --plan 8B --gpu decode → --gpu is decode
+        --gpu H100 → --gpu is H100: it must be one of first
+        --gpus 2 → --gpus has no use but with --plan
+        --plan 8B --gpu H100 --draft-bits 4 → --draft-bits has no use with --plan
+        --gpu decode --draft tiny-draft → --draft has no use with --against, --gpu
+        --plan 8B --gpu H100 --quick → --quick has no use with --plan
+        --plan meta/Llama --gpu H100 → downloads nothing
+        --plan 8B --gpu H100 --gpus 3 → multiple of 3
+        --plan 8B --gpu H100 --gpus 0 → --gpus is 0
+        --plan 8B --gpu H100 --bits 5 → bits is 5
+        --plan 8B --gpu H100 --kv-bits 5 → kv_bits is '5'
+        --plan tiny --gpu H100 → --context is 4096
+    """
+    check_refusals(bench.main, table, capsys, tmp=tmp_path)
 
 
 WITHOUT_TRITON = """
@@ -132,7 +139,7 @@ from importlib.machinery import PathFinder
 find = PathFinder.find_spec
 PathFinder.find_spec = lambda name, *where: None if name == "triton" else find(name, *where)
 import bench
-from conftest import program
+from conftest import check_refusals, program
 sys.exit(bench.main(sys.argv[1:]))
 """
 

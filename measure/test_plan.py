@@ -105,31 +105,3 @@ def test_the_command_prints_a_table_and_measures_nothing(capsys, monkeypatch):
     printed = capsys.readouterr().out
     for bits, cost in ((16, "2.47 GB, a token 0.55"), (8, "1.24 GB, a token 0.29")):
         assert f"| 1B drafts in {bits} bits | {cost} steps of 8B |" in printed
-
-
-@pytest.mark.parametrize(
-    "how, words",
-    [
-        ("--plan 70B --gpu H100", "take fewer --bits, more --gpus"),
-        ("--plan 8B", "--gpu is None: it must be one of RTX3060"),
-        ("--plan 8B --gpu decode", "--gpu is decode"),
-        ("--gpu H100", "--gpu is H100: it must be one of first"),
-        ("--gpus 2", "--gpus has no use but with --plan"),
-        ("--plan 8B --gpu H100 --draft-bits 4", "--draft-bits has no use with --plan"),
-        ("--gpu decode --draft tiny-draft", "--draft has no use with --against, --gpu"),
-        ("--plan 8B --gpu H100 --quick", "--quick has no use with --plan"),
-        ("--plan meta/Llama --gpu H100", "downloads nothing"),
-        ("--plan 8B --gpu H100 --gpus 3", "multiple of 3"),
-        ("--plan 8B --gpu H100 --gpus 0", "--gpus is 0"),
-        ("--plan 8B --gpu H100 --bits 5", "bits is 5"),
-        ("--plan 8B --gpu H100 --kv-bits 5", "kv_bits is '5'"),
-        ("--plan tiny --gpu H100", "--context is 4096"),
-    ],
-)
-def test_a_mistake_is_one_line(how, words, capsys):
-    try:
-        status = bench.main(how.split())
-    except SystemExit as error:
-        status = error.code
-    told = capsys.readouterr().err
-    assert status == 2 and told.count("\n") == 1 and words in told

@@ -518,20 +518,20 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     args = p.parse_args(arguments)
     if args.from_scratch and (args.target or args.start):
         p.error("--from-scratch takes neither --target nor --from")
-    if args.start:
-        p.unused(args, "vocab layers width mlp heads", "with --from, which has them")
-    if not args.from_scratch:
-        p.unused(args, "vocab", "but with --from-scratch: a student has its target's")
-    if args.from_scratch or (args.start and not args.target):
-        p.unused(args, "own tales overlap", "without a --target")
     if args.target is None and args.start is None and not args.from_scratch:
         args.target = "tiny"
-    if args.target and not args.data:
-        p.unused(args, "own", "without --data: all texts are the target's")
-    if args.own == 0:
-        p.unused(args, "tales", "with --own 0")
-    if args.start and not args.target:
-        p.unused(args, "seed", "with --from and without a --target")
+    is_alone = args.target is None
+    useless = [  # where, which flags, why
+        (args.start, "vocab layers width mlp heads", "with --from, which has them"),
+        (not args.from_scratch, "vocab", "but with --from-scratch: a student has its target's"),
+        (is_alone, "own tales overlap", "without a --target"),
+        (not is_alone and not args.data, "own", "without --data: all texts are the target's"),
+        (args.own == 0, "tales", "with --own 0"),
+        (is_alone and args.start, "seed", "with --from and without a --target"),
+    ]
+    for is_useless, names, why in useless:
+        if is_useless:
+            p.unused(args, names, why)
     return args
 
 

@@ -5,13 +5,14 @@ import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from tempfile import mkdtemp
 
 import pytest
 import torch
 from torch import Tensor
 
 from checkpoint.config import Config
-from conftest import ROOT, SMALL, largest_file, write_model
+from conftest import ROOT, SMALL, check_refusals, largest_file, write_model
 from errors import UserError
 from kvcache import AttentionMetadata
 from model import Llama
@@ -319,42 +320,40 @@ def test_bad_flags_are_one_line(
     for file in Path(endless).glob("tokenizer*"):
         file.write_text(file.read_text().replace(bpe.END, "<|other|>"))
     short = str(write_model(tmp_path / "short", max_position_embeddings=32))
-    scratch = ["--from-scratch", "--data"]
-    start = ["--from", str(base), "--data", stories]
     before = (base / "config.json").read_bytes()
-    cases = [
-        (["--from-scratch"], "no text to learn from"),
-        (["--own", "0.3"], "--own has no use without --data"),
-        (["--data", "x", "--own", "0", "--tales", "3"], "--tales has no use with --own 0"),
-        ([*start, "--seed", "2"], "--seed has no use with --from"),
-        (["--target", endless], "names no token that ends a text"),
-        (["--target", short, "--length", "32"], "must be below 32 positions"),
-        ([*scratch, "nowhere.txt"], "No such file"),
-        ([*scratch, __file__], "stories; at least 10"),
-        ([*scratch, stories, "--device", "tpu"], "device 'tpu'"),
-        (["--target", "nobody-has-this"], "neither a folder"),
-        ([*scratch, stories, "--vocab", "200"], "at least 256"),
-        ([*scratch, stories, "--vocab", "270", "--length", "1024"], "must be below 1024 positions"),
-        ([*scratch, stories, "--vocab", "270", "--width", "1"], "head_dim 0 even, and above 0"),
-        ([*start, "--kv-heads", "3"], "divisor of 2"),
-        ([*start, "--target", other, "--length", "16"], "share its target's vocabulary"),
-        (["--steps", "0"], "--steps"),
-        (["--own", "1.5"], "--own"),
-        (["--own", "nan"], "--own"),
-        (["--layers", "x"], "--layers"),
-        (["--seed", "9" * 18], "--seed"),
-        (["--from-scratch", "--target", "tiny"], "--from-scratch takes neither"),
-        (["--from", "tiny", "--layers", "7"], "--layers has no use with --from"),
-        (["--target", "tiny", "--vocab", "300"], "--vocab has no use but with --from-scratch"),
-        (["--from-scratch", "--tales", "3"], "--tales has no use without a --target"),
-    ]
-    for i, (flags, says) in enumerate(cases):
-        try:
-            code = distill.main([*flags, "--out", str(tmp_path / str(i))])
-        except SystemExit as stop:
-            code = stop.code
-        last = capsys.readouterr().err.splitlines()[-1]
-        assert code == 2 and last.startswith("error: ") and says in last, (flags, last)
+    table = """
+        --from-scratch → no text to learn from
+        --own 0.3 → --own has no use without --data
+        --data x --own 0 --tales 3 → --tales has no use with --own 0
+        --from {base} --data {stories} --seed 2 → --seed has no use with --from
+        --target {endless} → names no token that ends a text
+        --target {short} --length 32 → must be below 32 positions
+        --from-scratch --data nowhere.txt → No such file
+        --from-scratch --data {page} → stories; at least 10
+        --from-scratch --data {stories} --device tpu → device 'tpu'
+        --target nobody-has-this → neither a folder
+        --from-scratch --data {stories} --vocab 200 → at least 256
+        --from-scratch --data {stories} --vocab 270 --length 1024 → must be below 1024 positions
+        --from-scratch --data {stories} --vocab 270 --width 1 → head_dim 0 even, and above 0
+        --from {base} --data {stories} --kv-heads 3 → divisor of 2
+        --from {base} --data {stories} --target {other} --length 16 → share its target's vocabulary
+        --steps 0 → --steps
+        --own 1.5 → --own
+        --own nan → --own
+        --layers x → --layers
+        --seed 999999999999999999 → --seed
+        --from-scratch --target tiny → --from-scratch takes neither
+        --from tiny --layers 7 → --layers has no use with --from
+        --target tiny --vocab 300 → --vocab has no use but with --from-scratch
+        --from-scratch --tales 3 → --tales has no use without a --target
+    """
+
+    def main(flags: list[str]) -> int:
+        """A folder of its own for each."""
+        return distill.main([*flags, "--out", mkdtemp(dir=tmp_path)])
+
+    places = dict(base=base, stories=stories, endless=endless, short=short, other=other)
+    check_refusals(main, table, capsys, lines=2, page=__file__, **places)
     # A model that was not trained there would be lost.
     for out, says in ((str(base), "holds a model"), ("", "--out is empty"), (stories, "folder")):
         assert distill.main(["--out", out]) == 2

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 import quant
 from checkpoint.config import Config
 from checkpoint.formats import Quantization
-from conftest import largest_file, write_model
+from conftest import check_refusals, largest_file, write_model
 from errors import UserError
 from kvcache import KVCache
 from model import Llama
@@ -224,42 +224,33 @@ def test_quantized_models_are_not_quantized_again_nor_trained(small):
 
 
 def test_bad_flags_are_one_line(small, tmp_path, capsys):
-    plain = small / "plain"
-    out = ["--out", tmp_path / "out"]
-    (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\xff")
-    (tmp_path / "empty.txt").write_text("")
-    (tmp_path / "letter.txt").write_text("a")
-    calibrated = [plain, *out, "--method", "awq", "--data"]
-    activations = ["--activations", 8]
-    for arguments, says in [
-        ([plain], "give either --out"),
-        ([plain, *out, "--table", __file__], "give either --out"),
-        ([plain, "--bits", "4", "--table", __file__], "--bits has no use with --table"),
-        ([plain, *out, "--bits", "8", "--group", "32"], "--group has no use without 4 bits"),
-        ([plain, *out, "--data", __file__], "--data has no use with --method rtn"),
-        ([plain, *out, "--method", "gptq"], "gptq looks at text: give some with --data FILE"),
-        ([plain, "--out", small], "exists and is not an empty folder"),
-        ([plain, "--out", __file__], "exists and is not an empty folder"),
-        (["nothing", *out], "'nothing' is neither a folder"),
-        ([small / "4", *out], "are INT4 already"),
-        ([plain, *out, "--device", "tpu"], "device 'tpu'"),
-        ([plain, *out, "--bits", 4, *activations], "need weights in 8 or fp8, not 4"),
-        ([*calibrated[:-3], "--method", "gptq", "--bits", "nf4", "--data", "x"], "whole numbers"),
-        ([*calibrated, tmp_path / "none"], "No such file"),
-        ([*calibrated, tmp_path / "bytes.txt"], "bytes.txt cannot be read as UTF-8 text"),
-        ([*calibrated, tmp_path / "empty.txt"], "empty.txt holds no text"),
-        ([*calibrated, tmp_path / "letter.txt"], "letter.txt holds no text"),
-        ([plain, *out, "--bits", 5], "--bits"),
-        ([plain, *out, "--group", 16], "--group"),
-    ]:
-        try:
-            code = run(*arguments)
-        except SystemExit as stop:
-            code = stop.code
-        stdout, stderr = capsys.readouterr()
-        assert (code, stdout, stderr.count("\n")) == (2, "", 1), (says, stderr)
-        assert stderr.startswith("error: ") and says in stderr, (says, stderr)
-        assert not (tmp_path / "out").exists()
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe\xff")
+    (tmp_path / "empty").write_text("")
+    (tmp_path / "letter").write_text("a")
+    table = """
+        {plain} → give either --out
+        {plain} --out {out} --table {file} → give either --out
+        {plain} --bits 4 --table {file} → --bits has no use with --table
+        {plain} --out {out} --bits 8 --group 32 → --group has no use without 4 bits
+        {plain} --out {out} --data {file} → --data has no use with --method rtn
+        {plain} --out {out} --method gptq → gptq looks at text: give some with --data FILE
+        {plain} --out {small} → exists and is not an empty folder
+        {plain} --out {file} → exists and is not an empty folder
+        nothing --out {out} → 'nothing' is neither a folder
+        {small}/4 --out {out} → are INT4 already
+        {plain} --out {out} --device tpu → device 'tpu'
+        {plain} --out {out} --bits 4 --activations 8 → need weights in 8 or fp8, not 4
+        {plain} --out {out} --method gptq --bits nf4 --data x → whole numbers
+        {plain} --out {out} --method awq --data {tmp}/none → No such file
+        {plain} --out {out} --method awq --data {tmp}/bytes → bytes cannot be read as UTF-8 text
+        {plain} --out {out} --method awq --data {tmp}/empty → empty holds no text
+        {plain} --out {out} --method awq --data {tmp}/letter → letter holds no text
+        {plain} --out {out} --bits 5 → --bits
+        {plain} --out {out} --group 16 → --group
+    """
+    places = dict(plain=small / "plain", small=small, tmp=tmp_path, file=__file__)
+    check_refusals(quantize.main, table, capsys, out=tmp_path / "out", **places)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
