@@ -14,6 +14,7 @@ benchmarks.
 """
 
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -77,20 +78,15 @@ def recipes(methods: Sequence[str], groups: Sequence[int] = (32, 64, 128)) -> li
     the last method and group.
     """
     best = methods[-1]
-    every = list(WIDTHS)
-    found = [Recipe(None, every)]
+    hows = [None, Quantization(8, method=best)]
     if best != "rtn":
-        found.append(Recipe(Quantization(8), ["16"]))
-    found.append(Recipe(Quantization(8, method=best), every))
-    for how in (Quantization("fp8"), Quantization("nf4", 64), Quantization(8, activations=8)):
-        found.append(Recipe(how, ["16"]))
+        hows.insert(1, Quantization(8))
+    hows += [Quantization("fp8"), Quantization("nf4", 64), Quantization(8, activations=8)]
     if best != "rtn":
-        found.append(Recipe(Quantization(8, method="smoothquant", activations=8), ["16"]))
-    for group in groups:
-        for method in methods:
-            found.append(Recipe(Quantization(4, group, method=method), ["16"]))
-    found[-1] = found[-1]._replace(widths=every)
-    return found
+        hows.append(Quantization(8, method="smoothquant", activations=8))
+    hows += [Quantization(4, group, method=method) for group, method in product(groups, methods)]
+    in_all_widths = (None, Quantization(8, method=best), hows[-1])
+    return [Recipe(how, list(WIDTHS) if how in in_all_widths else ["16"]) for how in hows]
 
 
 def table(
