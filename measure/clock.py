@@ -15,17 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+REPEATS = 9  # calls that are counted
 RISING = 0.5  # seconds of work until a GPU's clocks have risen
 
 
-def median_seconds(run: Callable[[], object], repeats: int = 9) -> float:
+def seconds_of(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def median_seconds(run: Callable[[], object]) -> float:
     """Median seconds of `run()`, after one call that is not counted."""
-    times = []
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return median(times[1:])
+    run()
+    return median(seconds_of(run) for _ in range(REPEATS))
 
 
 def in_turns(runs: Sequence[Callable[[], Any]], turns: int) -> list[list[Any]]:
@@ -52,7 +55,8 @@ def read_bandwidth(megabytes: int = 512, device: torch.device | str = "cpu") -> 
     def read() -> None:
         data.sum().item()  # waits for a GPU
 
-    return data.nbytes / min(median_seconds(read, repeats=1) for _ in range(9))
+    read()
+    return data.nbytes / min(seconds_of(read) for _ in range(REPEATS))
 
 
 def raise_clocks(data: Tensor) -> None:

@@ -5,8 +5,6 @@
 Invariant: both have the same prompts and lengths, and each takes a step in turn.
 """
 
-import time
-from collections.abc import Callable
 from importlib.util import find_spec
 from statistics import median
 from typing import Any
@@ -15,6 +13,7 @@ import torch
 
 from batcher import Batcher
 from generate import Engine, Model
+from measure.clock import seconds_of
 from measure.effort import SENTENCES, Effort
 from measure.steps import Rows, label
 from request import Settings
@@ -45,12 +44,6 @@ def add_texts(model: Model, count: int, has_grammar: bool) -> Batcher:
         batcher.add(request)
     batcher.step()
     return batcher
-
-
-def seconds_of(work: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 def grammar_costs(effort: Effort, target: str = "tiny") -> Rows:
