@@ -12,7 +12,7 @@ from difflib import get_close_matches
 class UserError(ValueError):
     """What somebody asked for cannot be done. The message says what to change."""
 
-    param: str | None = None  # the setting that is wrong, if it is one
+    param: str | None = None  # the setting or field that is wrong, if it is one
 
 
 def brief(value: object, limit: int = 400) -> str:

@@ -63,7 +63,7 @@ class Settings:
     def __post_init__(self) -> None:
         check_settings(**{name: getattr(self, name) for name in SETTINGS})
         if not isinstance(self.special, bool):
-            refuse_setting("special", self.special, "true or false")
+            refuse_value("special", self.special, "true or false")
         if self.top_p is not None and self.top_p < LEAST_TOP_P:
             object.__setattr__(self, "top_p", LEAST_TOP_P)
         if self.gamma == "auto":
@@ -78,7 +78,7 @@ class Settings:
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), 0, MAX_LOGPROBS)
         if not isinstance(self.thinking, bool | None):
-            refuse_setting("thinking", self.thinking, "true or false")
+            refuse_value("thinking", self.thinking, "true or false")
         if self.schema is not None:
             object.__setattr__(self, "schema", checked_schema(self.schema))
         if self.choice is not None:
@@ -130,12 +130,12 @@ class Options:
         check_choice("kv", self.kv, ("paged", "contiguous"))
         check_whole("max_batch", self.max_batch, 1, None)
         if type(self.max_len) not in (int, type(None)):  # its range is the model's
-            refuse_setting("max_len", self.max_len, "a whole number")
+            refuse_value("max_len", self.max_len, "a whole number")
         for name in ("use_cache", "prefix_caching"):
             if not isinstance(getattr(self, name), bool):
-                refuse_setting(name, getattr(self, name), "true or false")
+                refuse_value(name, getattr(self, name), "true or false")
         if type(self.kv_memory) not in (int, float, type(None)):
-            refuse_setting("kv_memory", self.kv_memory, "a share of free memory, or bytes")
+            refuse_value("kv_memory", self.kv_memory, "a share of free memory, or bytes")
         if self.kv == "contiguous" and self.kv_memory is not None:
             raise UserError(
                 "kv_memory is for the paged cache: a contiguous one has max_batch rows of max_len"
@@ -145,8 +145,8 @@ class Options:
 # ---- Checks --------------------------------------------------------------------------------------
 
 
-def refuse_setting(name: str, value: Any, rule: str) -> NoReturn:
-    """UserError for a setting that breaks its rule."""
+def refuse_value(name: str, value: Any, rule: str) -> NoReturn:
+    """UserError for a setting, or a field of a request, that breaks its rule."""
     error = UserError(f"{name} is {brief(repr(value), 100)}: it must be {rule}")
     error.param = name
     raise error
@@ -161,13 +161,13 @@ def check_settings(**settings: Any) -> None:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         is_in_range = is_number and low <= value <= high
         if not is_in_range or (name == "top_k" and value % 1):
-            refuse_setting(name, value, rule)
+            refuse_value(name, value, rule)
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     """UserError unless the value is one of these."""
     if value not in choices:
-        refuse_setting(name, value, " or ".join(choices))
+        refuse_value(name, value, " or ".join(choices))
 
 
 def checked_texts(name: str, value: Any) -> tuple[str, ...]:
@@ -176,7 +176,7 @@ def checked_texts(name: str, value: Any) -> tuple[str, ...]:
     if isinstance(texts, (list, tuple)):
         if all(isinstance(text, str) and text for text in texts):
             return tuple(texts)
-    refuse_setting(name, value, "a text, or a list of texts, none of them empty")
+    refuse_value(name, value, "a text, or a list of texts, none of them empty")
 
 
 def check_whole(name: str, value: Any, low: int, high: int | None, otherwise: str = "") -> None:
@@ -188,7 +188,7 @@ def check_whole(name: str, value: Any, low: int, high: int | None, otherwise: st
         rule = f"from {low} to {high}"
         if high is None:
             rule = f"of at least {low}"
-        refuse_setting(name, value, f"a whole number {rule}{otherwise}")
+        refuse_value(name, value, f"a whole number {rule}{otherwise}")
 
 
 # ---- What a text may follow: grammar.py ----------------------------------------------------------
@@ -222,10 +222,10 @@ def checked_schema(schema: Any) -> str:
         wrong = "it is something else"
     except (TypeError, ValueError, RecursionError) as error:
         wrong = brief(error, 100)
-    refuse_setting("schema", schema, f'a JSON object, such as {{"type": "object"}} ({wrong})')
+    refuse_value("schema", schema, f'a JSON object, such as {{"type": "object"}} ({wrong})')
 
 
 def check_text(notation: str, text: Any) -> None:
     """UserError unless it is a text, not empty, that UTF-8 can spell."""
     if not isinstance(text, str) or not text or re.search("[\ud800-\udfff]", text):
-        refuse_setting(notation, text, "a text that is not empty")
+        refuse_value(notation, text, "a text that is not empty")

@@ -44,7 +44,7 @@ from generate import Model
 from request import Message, OutputStream, Result, Settings
 from sampling import TokenLogprob
 from serve import Update
-from settings import MAX_LOGPROBS, SETTINGS, Grammar, check_whole
+from settings import MAX_LOGPROBS, SETTINGS, Grammar, check_whole, refuse_value
 
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions; a chat's answer takes what the context leaves
 MAX_CHOICES = 128  # prompts · n
@@ -177,13 +177,12 @@ def as_whole(value: Any) -> Any:
 
 
 def typed(fields: Body, name: str, kind: type, default: Any) -> Any:
-    """A field's value. HttpError if it is of another type."""
+    """A field's value. UserError if it is of another type."""
     value = fields.get(name)
     if value is None:
         return default
     if not isinstance(value, kind):
-        shown = brief(repr(value), 100)
-        raise bad(name, f"{name} is {shown}: it must be of type {kind.__name__}")
+        refuse_value(name, value, f"of type {kind.__name__}")
     return value
 
 
@@ -251,8 +250,6 @@ def chat_message(where: str, message: Any, may_call: bool) -> Message:
 
 def joined_text(where: str, content: Any) -> str:
     """A message's content, which is a text, or a list of its parts."""
-    if content is None:
-        raise bad(f"{where}.content", f"{where} has no content: give it a text")
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     text = ""
     for part in parts:
@@ -262,8 +259,7 @@ def joined_text(where: str, content: Any) -> str:
             raise bad(where, f"{where} has a content of type {shown}: only text is read here")
         check_listed(part, ("type", "text"), f"{where}.content.")
         if not isinstance(part.get("text"), str):
-            shown = brief(repr(part.get("text")), 100)
-            raise bad(f"{where}.content", f"{where} has the content {shown}: it must be a text")
+            refuse_value(f"{where}.content", part.get("text"), "a text")
         text += part["text"]
     return text
 
@@ -278,8 +274,7 @@ def past_call(where: str, call: Any) -> Body:
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
-        path = f"{where}.function.arguments"
-        raise bad(path, f"{path} is {brief(text, 100)}: it must be the text of a JSON object")
+        refuse_value(f"{where}.function.arguments", text, "the text of a JSON object")
     called = {"name": function["name"], "arguments": arguments}
     return {"id": typed(call, "id", str, ""), "type": "function", "function": called}
 
@@ -352,8 +347,7 @@ def read_tools(body: Body, offer: Offer) -> Tools | None:
         name = read_function("tool_choice", choice, TOOL_CHOICE)["name"]
         chosen = [function for function in functions if function.name == name]
     elif choice not in ("none", "auto", "required"):
-        rule = "it must be none, auto, required or a function"
-        raise bad("tool_choice", f"tool_choice is {brief(repr(choice), 100)}: {rule}")
+        refuse_value("tool_choice", choice, "none, auto, required or a function")
     if choice not in ("none", "auto") and not chosen:
         way_out = "leave it out, or give tools that it can choose"
         raise bad("tool_choice", f"tool_choice is not done here: {way_out}")
@@ -397,9 +391,7 @@ def read_function(where: str, given: Any, fields: tuple[Sequence[str], Sequence[
     check_listed(function, inner, f"{where}.function.")
     name = typed(function, "name", str, "")
     if not re.fullmatch(FUNCTION_NAME, name):
-        path = f"{where}.function.name"
-        rule = "it must have 1 to 64 letters, digits, _ and -"
-        raise bad(path, f"{path} is {brief(repr(name), 100)}: {rule}")
+        refuse_value(f"{where}.function.name", name, "1 to 64 letters, digits, _ and -")
     return function
 
 

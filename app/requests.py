@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from checkpoint.files import parse_json
 from errors import UserError, check_names
 from request import Request, Settings
-from settings import NOTATIONS, Options
+from settings import NOTATIONS, Options, refuse_value
 
 if TYPE_CHECKING:
     from generate import Model
@@ -97,11 +97,9 @@ def check_fields(fields: dict[str, Any]) -> None:
     """UserError for a name or a type that is not known. `Settings` checks its own."""
     check_names(fields, NAMES, "field of a line")
     if not isinstance(fields.get("prompt"), str | list):
-        raise UserError(
-            f'"prompt" is {fields.get("prompt")!r}: it must be a text, or chat messages'
-        )
+        refuse_value("prompt", fields.get("prompt"), "a text, or chat messages")
     if not isinstance(fields.get("raw"), bool | None):
-        raise UserError(f"raw is {fields['raw']!r}: it must be true or false")
+        refuse_value("raw", fields["raw"], "true or false")
 
 
 def settings_of(fields: dict[str, Any], defaults: Settings) -> Settings:

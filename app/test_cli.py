@@ -235,7 +235,7 @@ def test_a_bad_line_keeps_its_id_and_the_others_are_served(base, capsys, tmp_pat
             '{"prompt": "a", "id": "x", "colour": 1}',
             "'colour' is no field of a line: there are",
         ),
-        ('{"id": null}', '"prompt" is None'),
+        ('{"id": null}', "prompt is None"),
         ('{"prompt": "a", "id": [1], "top_p": 7}', "top_p is 7"),
         ('{"prompt": "a", "id": 4, "gamma": 2}', "gamma is about drafted tokens"),
         ('{"prompt": "a", "id": 5, "system": 3}', "a system message"),

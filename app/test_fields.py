@@ -450,7 +450,7 @@ OBJECTS = table(
     message {"prefix": true} → messages[0].prefix is not done here
     message {"role": "assistant", "reasoning_content": "b"} → messages[0].reasoning_content is
     message {"content": [{"type": "text", "text": "a", "detail": 1}]} → messages[0].content.detail
-    message {"content": null} → messages[0] has no content: give it a text
+    message {"content": null} → messages[0].content is None: it must be a text
     """
 )
 

@@ -533,10 +533,10 @@ BAD = told(
     completions {"prompt": "a", "special": "no"} → special is 'no': it must be of type bool
     user {"role": "tool"} → messages[0] must have a role: system, developer
     user {"role": ["user"]} → messages[0] must have a role
-    user {"content": null} → messages[0] has no content: give it a text
+    user {"content": null} → messages[0].content is None: it must be a text
     user {"content": [{"type": "image_url"}]} → messages[0] has a content of type 'image_url'
-    user {"content": 5} → messages[0] has the content 5: it must be a text
-    user {"content": [{"type": "text"}]} → messages[0] has the content None: it must be a text
+    user {"content": 5} → messages[0].content is 5: it must be a text
+    user {"content": [{"type": "text"}]} → messages[0].content is None: it must be a text
     asked {"chat_template_kwargs": {"x": 1}} → chat_template_kwargs.x is not done here
     asked {"chat_template_kwargs": {"enable_thinking": 1}} → enable_thinking is 1: it must be
     asked {"chat_template_kwargs": {"enable_thinking": true}} → thinking need a chat template

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import grammar
 from app.asgi import HttpError
 from app.openai import Offer, Reply
+from app.server import http_error
 from app.test_server import CHAT, events, needs_llguidance, post, read, refused, run
 from app.tools import (
     BARE,
@@ -24,6 +25,7 @@ from app.tools import (
     call_grammar,
 )
 from conftest import ROOT, TIMES
+from errors import UserError
 from generate import Model
 from request import Result
 from serve import Update
@@ -404,8 +406,8 @@ WRONG = [
     (dict(tools={}), "tools is {}: it must be of type list"),
     (dict(tools=[{}]), "tools[0] must be an object of type function"),
     (dict(tools=[{"type": "custom"}]), "tools[0] must be an object of type function"),
-    (dict(tools=[{"type": "function"}]), "tools[0].function.name is '': it must have 1 to 64"),
-    (function(name="a b"), "tools[0].function.name is 'a b': it must have 1 to 64"),
+    (dict(tools=[{"type": "function"}]), "tools[0].function.name is '': it must be 1 to 64"),
+    (function(name="a b"), "tools[0].function.name is 'a b': it must be 1 to 64"),
     (function(returns={}), "tools[0].function.returns is not done here"),
     (function(strict="yes"), "strict is 'yes': it must be of type bool"),
     (function(parameters={"type": "array"}), "tools[0].function.parameters is of another type"),
@@ -419,21 +421,22 @@ WRONG = [
     ),
     (function() | dict(parallel_tool_calls=1), "parallel_tool_calls is 1"),
     (function() | dict(response_format={"type": "json_object"}), "response_format and tools are"),
-    (past("{"), "messages[0].tool_calls[0].function.arguments is {: it must be the text of a JSON"),
-    (past("[1]"), "messages[0].tool_calls[0].function.arguments is [1]: it must be the text"),
+    (past("{"), "messages[0].tool_calls[0].function.arguments is '{': it must be the text"),
+    (past("[1]"), "messages[0].tool_calls[0].function.arguments is '[1]': it must be the text"),
     (past({}), "arguments is {}: it must be of type str"),
     (dict(messages=[dict(role="assistant", tool_calls=[1])]), "messages[0].tool_calls[0] must be"),
     (dict(messages=[dict(role="user", content="a", tool_calls=[{}])]), "messages[0].tool_calls is"),
-    (dict(messages=[dict(role="tool")]), "messages[0] has no content"),
+    (dict(messages=[dict(role="tool")]), "messages[0].content is None"),
 ]
 
 
 def test_what_is_wrong_with_tools_is_refused_by_name(model):
     offer = Offer(model, "tiny", 900, settings=Settings())
     for body, says in WRONG:
-        with pytest.raises(HttpError, match=f"^{re.escape(says)}") as error:
+        with pytest.raises((HttpError, UserError), match=f"^{re.escape(says)}") as error:
             read(True, offer, **body)
-        assert error.value.status == 400 and error.value.param, body
+        told = http_error(error.value)
+        assert told.status == 400 and told.param, body
 
 
 def test_a_model_without_tools_refuses_them_by_name(instruct):
