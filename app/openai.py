@@ -108,9 +108,9 @@ class Asked:
         return self.streams[0].request.settings.follows
 
 
-def bad(param: str, message: str, code: str | None = None, status: int = 400) -> HttpError:
+def bad(param: str, message: str) -> HttpError:
     """The error of a field."""
-    return HttpError(status, message, param=param, code=code)
+    return HttpError(400, message, param=param)
 
 
 def read_request(data: bytes, is_chat: bool, offer: Offer) -> Asked:
@@ -120,9 +120,8 @@ def read_request(data: bytes, is_chat: bool, offer: Offer) -> Asked:
     check_listed(body, CHAT if is_chat else COMPLETION)
     name = body.get("model", offer.name)
     if name != offer.name:
-        shown = brief(repr(name), 100)
-        message = f"there is no model {shown}: this server has {offer.name!r}"
-        raise bad("model", message, "model_not_found", 404)
+        message = f"there is no model {brief(repr(name), 100)}: this server has {offer.name!r}"
+        raise HttpError(404, message, param="model", code="model_not_found")
     tools = read_tools(body, offer) if is_chat else None
     prompts = read_chat(body, tools, offer) if is_chat else read_prompts(body, offer)
     n = body.get("n", 1)
@@ -325,13 +324,16 @@ def check_echo(num_tokens: int, num_top: int | None) -> None:
     for_each = 1 if num_top is None else 2 + num_top  # its text; its logprob, and the most probable
     count = num_tokens * for_each
     if count > MAX_ECHOED:
-        message = f"echo would tell {count:,} numbers and texts of prompts"
-        raise bad("echo", f"{message}: at most {MAX_ECHOED:,} are told; lower n or logprobs")
+        raise bad(
+            "echo",
+            f"echo would tell {count:,} numbers and texts of prompts: at most {MAX_ECHOED:,} are "
+            "told; lower n or logprobs",
+        )
 
 
 def too_long(param: str, size: str, offer: Offer) -> HttpError:
     message = f"{param}: {size}, but prompt and answer have at most {offer.limit:,} tokens"
-    return bad(param, message, "context_length_exceeded")
+    return HttpError(400, message, param=param, code="context_length_exceeded")
 
 
 # ---- Tools
@@ -349,14 +351,18 @@ def read_tools(body: Body, offer: Offer) -> Tools | None:
     elif choice not in ("none", "auto", "required"):
         refuse_value("tool_choice", choice, "none, auto, required or a function")
     if choice not in ("none", "auto") and not chosen:
-        way_out = "leave it out, or give tools that it can choose"
-        raise bad("tool_choice", f"tool_choice is not done here: {way_out}")
+        raise bad(
+            "tool_choice",
+            "tool_choice is not done here: leave it out, or give tools that it can choose",
+        )
     is_parallel = typed(body, "parallel_tool_calls", bool, True)
     if choice == "none" or not functions:
         return None
     if offer.call_format is None:
-        way_out = "leave it out, or serve a model whose chat template has tools"
-        raise bad("tools", f"tools is not done here: {way_out}")
+        raise bad(
+            "tools",
+            "tools is not done here: leave it out, or serve a model whose chat template has tools",
+        )
     return Tools(
         functions,
         chosen,
@@ -408,8 +414,10 @@ def read_settings(body: Body, is_chat: bool, tools: Tools | None, offer: Offer) 
     stop = body.get("stop", [])
     stops = [stop] if isinstance(stop, str) else typed(body, "stop", list, [])
     if len(stops) > MAX_STOPS or sum(map(len, map(str, stops))) > MAX_STOP_CHARACTERS:
-        rule = f"at most {MAX_STOPS} texts, of {MAX_STOP_CHARACTERS} characters together"
-        raise bad("stop", f"stop may be {rule}")
+        raise bad(
+            "stop",
+            f"stop may be at most {MAX_STOPS} texts, of {MAX_STOP_CHARACTERS} characters together",
+        )
     chosen["stop"] = stops
     chosen["max_tokens"] = offer.limit if is_chat else DEFAULT_MAX_TOKENS
     for name in ("max_tokens", "max_completion_tokens"):

@@ -248,8 +248,11 @@ class Application:
         offered = exchange.headers.get("upgrade")
         if offered and "upgrade" in exchange.headers.get("connection", "").lower():
             # uvicorn has dropped the body.
-            rule = "speak HTTP/1.1 (in Java: HttpClient.Version.HTTP_1_1)"
-            raise HttpError(400, f"Upgrade: {brief(repr(offered), 100)} is not done here: {rule}")
+            raise HttpError(
+                400,
+                f"Upgrade: {brief(repr(offered), 100)} is not done here: speak HTTP/1.1 (in Java: "
+                "HttpClient.Version.HTTP_1_1)",
+            )
         self.batch.check_room(1)
         size = int(exchange.headers.get("content-length", MAX_BODY))
         async with nullcontext() if size <= SMALL_BODY else self.bodies:
@@ -282,8 +285,10 @@ class Application:
         except UserError as error:
             raise HttpError(400, str(error), param=asked.param) from None
         except asyncio.TimeoutError:
-            message = f"the grammar was not compiled within {COMPILE_SECONDS:.0f} s"
-            raise Unavailable(f"{message}: simplify it, or try again later") from None
+            raise Unavailable(
+                f"the grammar was not compiled within {COMPILE_SECONDS:.0f} s: simplify it, or try "
+                "again later"
+            ) from None
         for stream in asked.streams:
             stream.request.compiled = compiled
 
