@@ -202,42 +202,41 @@ class Grammars:
             wrong = "no token of this model begins such a text"
         if grammar.notation == "grammar" and "::=" in grammar.text:  # as llama.cpp writes it
             wrong = f"it must be in Lark, which has : for ::= ({wrong})"
-        raise UserError(
-            f"{grammar.notation} {brief(grammar.text, 100)} cannot be met: {brief(wrong)}"
-        )
+        raise UserError(f"{grammar} cannot be met: {brief(wrong)}")
 
 
 def schemas_of(grammar: Grammar) -> list[Any]:
     """The JSON schemas in a grammar. UserError if one is no JSON."""
-    schemas = []
     if grammar.notation == "schema":
-        schemas.append(json.loads(grammar.text))
-    if grammar.notation == "grammar":
-        for word in LARK_WORDS.finditer(grammar.text):
-            if word["json"]:
-                try:
-                    schema, _ = json.JSONDecoder().raw_decode(grammar.text, word.end())
-                except (ValueError, RecursionError) as error:
-                    raise UserError(f"a %json in the grammar is no JSON: {brief(error)}") from None
-                schemas.append(schema)
+        return [json.loads(grammar.text)]
+    schemas = []
+    for word in lark_words(grammar):
+        if word["json"]:
+            try:
+                schema, _ = json.JSONDecoder().raw_decode(grammar.text, word.end())
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"a %json in the grammar is no JSON: {brief(error)}") from None
+            schemas.append(schema)
     return schemas
+
+
+def lark_words(grammar: Grammar) -> list[re.Match]:
+    """What is counted or refused in a grammar that is written in Lark."""
+    return [*LARK_WORDS.finditer(grammar.text)] if grammar.notation == "grammar" else []
 
 
 def check_cost(grammar: Grammar, schemas: list[Any]) -> None:
     """UserError if compiling takes too long, or too deep a stack. schemas: those in the grammar."""
-    text = grammar.text
-    num_names = 0
-    num_characters = sum(map(len, patterns_of(grammar, schemas)))
+    words = lark_words(grammar)
+    patterns = [*patterns_of(grammar, schemas), *(word["pattern"] or "" for word in words)]
+    num_characters = sum(map(len, patterns))
+    if any(word["regex"] for word in words):
+        num_characters = len(grammar.text)  # any part of it may be a regular expression
+    num_names = sum(bool(word["name"]) for word in words)
     num_remainders = 0
     for name, number in numbers_of(schemas):
         if name == "multipleOf":
             num_remainders += without_point(number)
-    if grammar.notation == "grammar":
-        words = list(LARK_WORDS.finditer(text))
-        num_names = sum(bool(word["name"]) for word in words)
-        num_characters += sum(len(word["pattern"] or "") for word in words)
-        if any(word["regex"] for word in words):
-            num_characters = len(text)  # any part of it may be a regular expression
     for size, most, unit in (
         (num_characters, MAX_PATTERN_CHARACTERS, "characters of regular expressions"),
         (num_names, MAX_NAMES, "rules and terminals"),
@@ -245,8 +244,7 @@ def check_cost(grammar: Grammar, schemas: list[Any]) -> None:
     ):
         if size > most:
             raise UserError(
-                f"{grammar.notation} {brief(text, 100)} has {size:,} {unit}: at most {most:,} are "
-                "compiled; shorten it"
+                f"{grammar} has {size:,} {unit}: at most {most:,} are compiled; shorten it"
             )
 
 
@@ -260,9 +258,8 @@ def check_numbers(grammar: Grammar, schemas: list[Any]) -> None:
         is_read = abs(number) <= largest and min(float(number), largest) == number
         if not is_read and name not in ("default", "examples"):
             raise UserError(
-                f"{grammar.notation} {brief(grammar.text, 100)}: {name} has {brief(number, 100)}, "
-                "and whole numbers are followed to the last digit up to 2^53; leave it out, or "
-                "ask for a text of digits"
+                f"{grammar}: {name} has {brief(number, 100)}, and whole numbers are followed to "
+                "the last digit up to 2^53; leave it out, or ask for a text of digits"
             )
 
 
@@ -274,15 +271,21 @@ def without_point(number: float) -> int:
     return int(number)
 
 
-def numbers_of(schemas: list[Any]) -> Iterator[tuple[str, float]]:
-    """The numbers in JSON schemas, each with the name of the field that holds it or its list."""
+def values_of(schemas: list[Any]) -> Iterator[tuple[str, Any]]:
+    """All values in JSON schemas, each with the name of the field that holds it or its list."""
     parts: list[tuple[str, Any]] = [("", schemas)]
     while parts:
         name, value = parts.pop()
+        yield name, value
         if isinstance(value, list):
             parts += [(name, each) for each in value]
         if isinstance(value, dict):
             parts += value.items()
+
+
+def numbers_of(schemas: list[Any]) -> Iterator[tuple[str, float]]:
+    """The numbers among the values of JSON schemas."""
+    for name, value in values_of(schemas):
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             yield name, value
 
@@ -293,26 +296,20 @@ def check_patterns(grammar: Grammar, schemas: list[Any]) -> None:
         num_last = len(pattern) - len(pattern.rstrip("\\"))
         if num_last % 2:
             raise UserError(
-                f"{grammar.notation} {brief(grammar.text, 100)}: the regular expression "
-                f"{brief(pattern, 100)} ends with a backslash that escapes nothing; write two"
+                f"{grammar}: the regular expression {brief(pattern, 100)} ends with a backslash "
+                "that escapes nothing; write two"
             )
 
 
 def patterns_of(grammar: Grammar, schemas: list[Any]) -> Iterator[str]:
     """A regular expression, or those of JSON schemas, and all that looks like one."""
-    parts: list[Any] = [schemas]
     if grammar.notation == "regex":
         yield grammar.text
-    while parts:
-        part = parts.pop()
-        if isinstance(part, list):
-            parts += part
-        if isinstance(part, dict):
-            parts += part.values()
-            candidates = [part.get("pattern")]
-            if isinstance(part.get("patternProperties"), dict):
-                candidates += part["patternProperties"]
-            yield from (text for text in candidates if isinstance(text, str))
+    for name, value in values_of(schemas):
+        if name == "pattern" and isinstance(value, str):
+            yield value
+        if name == "patternProperties" and isinstance(value, dict):
+            yield from value
 
 
 def lark_of(grammar: Grammar) -> str:
@@ -326,7 +323,7 @@ def lark_of(grammar: Grammar) -> str:
     if grammar.notation == "choice":
         # The texts are one terminal: as alternatives of a rule they would take an item each.
         return "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, grammar.text))
-    if any(word["control"] for word in LARK_WORDS.finditer(grammar.text)):
+    if any(word["control"] for word in lark_words(grammar)):
         raise UserError("the grammar names a control token, <…>: it may spell out texts alone")
     return grammar.text
 

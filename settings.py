@@ -87,10 +87,10 @@ class Settings:
             if getattr(self, notation) is not None:
                 check_text(notation, getattr(self, notation))
         given = [notation for notation in NOTATIONS if getattr(self, notation) is not None]
-        for notation in given:
-            check_size(notation, getattr(self, notation))
         if len(given) > 1:
             raise UserError(f"{' and '.join(given)} are given: a text follows one of them")
+        if self.follows is not None:
+            self.follows.check_size()
 
     @property
     def follows(self) -> Grammar | None:
@@ -200,21 +200,23 @@ class Grammar(NamedTuple):
     notation: str  # one of NOTATIONS
     text: str | tuple[str, ...]
 
+    def __str__(self) -> str:
+        """The grammar, as errors name it."""
+        return f"{self.notation} {brief(self.text, 100)}"
 
-def check_size(notation: str, text: str | tuple[str, ...]) -> None:
-    """UserError for a text that is too long to be compiled."""
-    size = sum(map(len, text))
-    if size > MAX_GRAMMAR:
-        raise UserError(
-            f"{notation} {brief(text, 100)} has {size:,} characters: at most {MAX_GRAMMAR:,} are "
-            "compiled; shorten it"
-        )
+    def check_size(self) -> None:
+        """UserError for a text that is too long to be compiled."""
+        size = sum(map(len, self.text))
+        if size > MAX_GRAMMAR:
+            raise UserError(
+                f"{self} has {size:,} characters: at most {MAX_GRAMMAR:,} are compiled; shorten it"
+            )
 
 
 def checked_schema(schema: Any) -> str:
     """A JSON schema, as an object or as its text -> the text. UserError for anything else."""
     if isinstance(schema, str):
-        check_size("schema", schema)  # before it is read as JSON
+        Grammar("schema", schema).check_size()  # before it is read as JSON
     try:
         fields = json.loads(schema) if isinstance(schema, str) else schema
         if isinstance(fields, dict):
