@@ -52,12 +52,6 @@ def expected_tokens(alpha: float, gamma: int) -> float:
     return (1 - alpha ** (gamma + 1)) / (1 - alpha)
 
 
-def speed_up(alpha: float, gamma: int, c: float, w: float = 1.0) -> float:
-    """The speed over plain decoding, if a drafted token costs c plain passes, and the target's pass
-    over γ + 1 tokens costs w."""
-    return expected_tokens(alpha, gamma) / (w + gamma * c)
-
-
 class AutoGamma:
     """The γ of all requests that are decoded together."""
 
@@ -175,7 +169,7 @@ def main() -> None:
     """The demonstration: the best γ for each acceptance."""
     print("α, and the speed-up for γ = 0 to 8 where c = 0.1 and w = 1")
     for alpha in (0.05, 0.3, 0.5, 0.7, 0.8, 0.9):
-        gains = [speed_up(alpha, gamma, c=0.1) for gamma in range(9)]
+        gains = [expected_tokens(alpha, gamma) / (1 + gamma * 0.1) for gamma in range(9)]
         columns = [f"{gain:6.2f}" for gain in gains]
         print(f"{alpha:4}", *columns, f"   the best is γ = {gains.index(max(gains))}")
 

@@ -7,7 +7,7 @@ from copy import deepcopy
 import pytest
 
 import gamma
-from gamma import MAX_GAMMA, MEASURED, PATIENCE, PLAIN, TRIAL, AutoGamma, expected_tokens, speed_up
+from gamma import MAX_GAMMA, MEASURED, PATIENCE, PLAIN, TRIAL, AutoGamma, expected_tokens
 
 
 def accepted_drafts(coin: random.Random, alpha: float, gamma: int) -> int:
@@ -51,9 +51,6 @@ def test_expected_tokens_by_hand_and_by_simulation():
         assert expected_tokens(alpha, num_drafts) == pytest.approx(tokens, abs=0.005)
         counts = [1 + accepted_drafts(coin, alpha, num_drafts) for _ in range(5_000)]
         assert sum(counts) / 5_000 == pytest.approx(tokens, rel=0.05)
-    assert speed_up(0.7, 0, c=0.5) == 1
-    assert speed_up(0.7, 5, c=0.1) == pytest.approx(2.94 / 1.5, abs=0.01)
-    assert speed_up(0.7, 3, c=0.1, w=1.2) == pytest.approx(expected_tokens(0.7, 3) / 1.5)
 
 
 def test_trial_measures_plain_rounds_then_drafts():
