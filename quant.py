@@ -38,7 +38,7 @@ import math
 from collections.abc import Callable
 from functools import cache
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -330,11 +330,6 @@ def quantize(w: Tensor, bits: Kind, group: int | None = None) -> Quantized:
     return Quantized(
         bits, values, scale, zero=zero[0] if zero else None, columns=columns, group=group
     )
-
-
-def dequantize(*fields: Any, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The fields of a Quantized -> the matrix that they stand for, float[N, K]."""
-    return Quantized(*fields).dequantize(dtype)
 
 
 def rounded_product(x: Tensor, w: Quantized) -> Tensor:
