@@ -35,18 +35,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from checkpoint.load import load_eagle
 from drafters import BorrowingDrafter, Chain, Observed, pack_tokens
 from kernels import Linear, Ops
 from kvcache import AttentionMetadata, Cache
 from model import Layer, Llama, named_parts
-from quant import Kind, Quantized
+from quant import Quantized
 from request import Request
 from speculative import Round
 
@@ -194,11 +192,6 @@ class EagleHead(Llama):
         self.fc = self.ops.pack_weight(self.fc, self.dtype)
         self.head = self.ops.pack_weight(self.head, self.dtype)
         return self
-
-    @classmethod
-    def load_for(cls, folder: Path, target: Llama, bits: Kind = 16) -> EagleHead:
-        """The head in a folder, for this target: see `checkpoint.load.load_eagle`."""
-        return load_eagle(cls, folder, target, bits)
 
 
 # ---- The drafter ---------------------------------------------------------------------------------

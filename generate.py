@@ -40,7 +40,7 @@ from batcher import Batcher
 from checkpoint.eagle import is_eagle
 from checkpoint.generation import GenerationConfig
 from checkpoint.hub import find_model
-from checkpoint.load import default_bits, draft_config
+from checkpoint.load import default_bits, draft_config, load_eagle
 from drafters import Drafter, ModelDrafter, NgramDrafter, SelfDrafter
 from eagle import EagleDrafter, EagleHead
 from errors import UserError, check_names
@@ -275,10 +275,15 @@ def int4_draft(model: Model) -> Draft:
 DRAFTS: dict[str, Callable[[Model], Draft]] = {"ngram": ngram_draft, "self": int4_draft}
 
 
+def is_loaded(name: DraftName) -> bool:
+    """Whether a draft of this name is read from a folder."""
+    return isinstance(name, str | Path) and name not in DRAFTS
+
+
 def check_draft(name: DraftName, bits: Kind | None) -> None:
     """What is wrong with a draft's name or bits, told before any weights are loaded: UserError, or
     FileNotFoundError. bits: as of `load_draft`."""
-    if isinstance(name, str | Path) and name not in DRAFTS:
+    if is_loaded(name):
         draft_config(find_model(name, DRAFTS), bits)
     elif bits is not None and (name, bits) != ("self", 4):
         raise UserError(
@@ -298,12 +303,12 @@ def load_draft(
     see `default_bits`."""
     check_draft(name, bits)
     target = model.llama
-    if isinstance(name, str | Path) and name not in DRAFTS:
+    if is_loaded(name):
         folder = find_model(name, DRAFTS)
         if bits is None:
             bits = default_bits(folder, target.config)
         if is_eagle(folder):
-            head = EagleHead.load_for(folder, target, bits)
+            head = load_eagle(EagleHead, folder, target, bits)
             return Draft(lambda cache: EagleDrafter(head, cache), (head,), draft_layers=1)
         name = Model.load(folder, target.device, dtype, bits)
     if name is None or isinstance(name, Draft):

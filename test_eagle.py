@@ -14,7 +14,7 @@ from torch import Tensor
 from batcher import Batcher
 from checkpoint.eagle import EagleConfig, is_eagle
 from checkpoint.formats import Quantization
-from checkpoint.load import fill_model
+from checkpoint.load import fill_model, load_eagle
 from conftest import random_llama, told
 from drafters import ModelDrafter
 from eagle import EagleDrafter, EagleHead
@@ -213,7 +213,7 @@ def test_drafts_are_those_of_the_formulas(tmp_path, flags, layout, kind):
     plain = random_head(target, drafted, **flags)
     folder = write_head(tmp_path / "head", plain, layout)
     assert is_eagle(folder) and not is_eagle(tmp_path)
-    head = EagleHead.load_for(folder, target)
+    head = load_eagle(EagleHead, folder, target, 16)
     assert head.logits(torch.zeros(1, 24, dtype=torch.float64)).isfinite().all()
     check_drafts(head, plain, target)
 
@@ -656,7 +656,7 @@ def test_heads_that_do_not_fit_are_refused_before_anything_is_made(tmp_path, pai
             change = {"transformer_layer_config": layer | change}
         (folder / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(UserError, match=message):
-            EagleHead.load_for(folder, target)
+            load_eagle(EagleHead, folder, target, 16)
     (folder / "config.json").write_text(json.dumps(config))
     tensors = load_file(folder / "model.safetensors")
     offsets = tensors["d2t"]
@@ -672,7 +672,7 @@ def test_heads_that_do_not_fit_are_refused_before_anything_is_made(tmp_path, pai
     for changed, message in damaged:
         save_file(changed, folder / "model.safetensors")
         with pytest.raises(UserError, match=message):
-            EagleHead.load_for(folder, target)
+            load_eagle(EagleHead, folder, target, 16)
 
 
 def test_layers_where_the_config_names_none_are_those_of_the_authors():

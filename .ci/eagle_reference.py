@@ -20,6 +20,7 @@ from speculators.proposals.greedy import GreedyTokenProposalConfig
 from transformers import AutoConfig
 
 from checkpoint.config import Config
+from checkpoint.load import load_eagle
 from conftest import SMALL
 from eagle import EagleHead
 from kvcache import KVCache
@@ -80,7 +81,7 @@ def compare(kind: str, flags: dict, folder: Path) -> float:
     model.save_pretrained(folder)
     config = Config(**SMALL | {"num_hidden_layers": 3, "model_type": kind})
     target = Llama(config, seed=1).pack_weights()
-    head = EagleHead.load_for(folder, target)
+    head = load_eagle(EagleHead, folder, target, 16)
     text = torch.randint(V, (12 + STEPS,))
     n = 12  # rows of true features
     features = torch.randn(n, len(LAYERS), SMALL["hidden_size"])

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint.config import Config
 from checkpoint.formats import Quantization, empty_matrix
-from checkpoint.load import fill_model
+from checkpoint.load import fill_model, load_eagle
 from conftest import LARGE, SMALL, peak, write_model
 from eagle import EagleHead
 from errors import UserError
@@ -87,7 +87,7 @@ def test_weights_larger_than_memory_are_refused_before_any_is_asked_for(tmp_path
     head = write_head(tmp_path / "head", random_head(target))
     monkeypatch.setattr("checkpoint.load.free_memory", lambda device: 0)
     with pytest.raises(UserError, match="head needs 0.0 GB for its weights"):
-        EagleHead.load_for(head, target)
+        load_eagle(EagleHead, head, target, 16)
 
 
 # ---- Memory
