@@ -262,20 +262,23 @@ class Llama:
 
     def _layer_weights(self, layer: Layer, name: str) -> dict[str, Tensor | Quantized]:
         c = self.config
+        q = c.query_size
+        kv = c.kv_size
         C = c.hidden_size
         F = c.intermediate_size
-        qkv = {"q_proj": c.query_size, "k_proj": c.kv_size, "v_proj": c.kv_size}
-        gate_up = {"gate_proj": F, "up_proj": F}
         weights = {name + "input_layernorm.weight": layer.input_norm}
         weights[name + "post_attention_layernorm.weight"] = layer.post_norm
-        weights |= named_parts(layer.qkv, qkv, name + "self_attn.")
+        for linear, rows in (
+            (layer.qkv, {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}),
+            (layer.o, {"self_attn.o_proj": C}),
+            (layer.gate_up, {"mlp.gate_proj": F, "mlp.up_proj": F}),
+            (layer.down, {"mlp.down_proj": C}),
+        ):
+            weights |= named_parts(linear, rows, name)
         if layer.head_norm is not None:
             of_q, of_k = layer.head_norm.weight.chunk(2)
             weights[name + "self_attn.q_norm.weight"] = of_q
             weights[name + "self_attn.k_norm.weight"] = of_k
-        weights |= named_parts(layer.o, {"o_proj": C}, name + "self_attn.")
-        weights |= named_parts(layer.gate_up, gate_up, name + "mlp.")
-        weights |= named_parts(layer.down, {"down_proj": C}, name + "mlp.")
         return weights
 
     def pack_weights(self) -> Llama:
