@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from app.shell import Parser, check_file, number_or_word, status
+from app.shell import Parser, check_file, flag, number_or_word, status
 from errors import UserError
 from settings import MAX_TOKENS, VERIFY, Settings
 
@@ -275,8 +275,9 @@ def check_flags(args: argparse.Namespace) -> None:
         raise UserError("standard input holds the schema or the prompt: name a file for one")
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(args, name) is not None and not (args.json or args.prompts):
-            flag = name.replace("_", "-")
-            raise UserError(f"--{flag} is about JSON results: add --json, or use --prompts FILE")
+            raise UserError(
+                f"{flag(name)} is about JSON results: add --json, or use --prompts FILE"
+            )
     if args.color and args.json:
         raise UserError("--color is for text: leave it out, or --json")
 
@@ -289,12 +290,12 @@ def flagged_settings(args: argparse.Namespace) -> Settings:
 
 def check_written_files(args: argparse.Namespace) -> None:
     """UserError if a file that is written is also read, or written twice: it would be lost."""
-    for flag in ("out", "profile"):
-        file = getattr(args, flag)
+    for written in ("out", "profile"):
+        file = getattr(args, written)
         for other in ("prompts", "schema", "grammar", "target", "draft"):
             name = getattr(args, other)
             if file and name and is_same_file(file, name):
-                raise UserError(f"--{flag} {file} is the file of --{other}: name another")
+                raise UserError(f"--{written} {file} is the file of --{other}: name another")
     if args.out and args.profile:
         if os.path.realpath(args.out) == os.path.realpath(args.profile):
             raise UserError(f"--profile {args.profile} is the file of --out: name another")
@@ -309,16 +310,14 @@ def check_counts(args: argparse.Namespace, *names: str) -> None:
     for name in names:
         number = getattr(args, name)
         if not 1 <= number <= MAX_TEXTS:
-            flag = name.replace("_", "-")
-            raise UserError(f"--{flag} is {number}: it must be from 1 to {MAX_TEXTS:,}")
+            raise UserError(f"{flag(name)} is {number}: it must be from 1 to {MAX_TEXTS:,}")
 
 
 def check_draft_flags(args: argparse.Namespace, *names: str) -> None:
     """UserError for a flag of these about drafts, where there are none."""
     for name in names:
         if args.draft is None and getattr(args, name) not in (None, False):
-            flag = name.replace("_", "-")
-            raise UserError(f"--{flag} is about drafted tokens: name a --draft (tiny-draft, …)")
+            raise UserError(f"{flag(name)} is about drafted tokens: name a --draft (tiny-draft, …)")
 
 
 # ---- serve.py ----------------------------------------------------------------------------------

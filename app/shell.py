@@ -150,6 +150,11 @@ def is_out_of_memory(error: Exception) -> bool:
 # ---- Flags and files ---------------------------------------------------------------------------
 
 
+def flag(name: str) -> str:
+    """The flag whose value argparse keeps under this name."""
+    return f"--{name.replace('_', '-')}"
+
+
 def number_or_word(text: str) -> int | str:
     """The value of a flag that takes a number or a word."""
     return int(text) if text.isdecimal() else text
@@ -200,13 +205,13 @@ class Parser(argparse.ArgumentParser):
         """Refuse flags of no value, as "$MODEL" is where nobody has set it."""
         for name, value in vars(args).items():
             if value == "":
-                self.error(f"--{name.replace('_', '-')} is empty: name one, or leave it out")
+                self.error(f"{flag(name)} is empty: name one, or leave it out")
 
     def unused(self, args: argparse.Namespace, names: str, why: str) -> None:
         """Refuse the flags of these names, where they would do nothing."""
         for name in names.split():
             if getattr(args, name) != self.get_default(name):
-                self.error(f"--{name.replace('_', '-')} has no use {why}: leave it out")
+                self.error(f"{flag(name)} has no use {why}: leave it out")
 
 
 def check_file(path: Path) -> None:
