@@ -91,26 +91,22 @@ def parse_bench(arguments: Sequence[str] | None) -> argparse.Namespace:
     plan.add_plan_flags(p.add_argument_group("a plan: nothing is measured"))
     args = p.parse_args(arguments)
     p.empty(args)
-    # `unused` refuses flags that would do nothing: "--gguf has no use but with …".
-    if args.plan:
-        p.unused(args, "against readme quick target draft_bits prompts gguf out", "with --plan")
-    else:
-        p.unused(args, "gpus bits kv_bits context", "but with --plan")
     names = plan.GPUS if args.plan else GPU_CASES
     if (args.gpu or args.plan) and args.gpu not in names:
         p.error(f"--gpu is {args.gpu}: it must be one of {', '.join(names)}")
-    if args.against != "llama.cpp":
-        p.unused(args, "gguf", "but with --against llama.cpp")
-    if not args.draft:
-        p.unused(args, "prompts draft_bits", "but with --draft")
-    if args.against or args.readme or args.gpu and not args.plan:
-        p.unused(args, "draft", "with --against, --gpu or --readme")
-    if args.gpu or args.readme:
-        p.unused(args, "target against", "with --gpu or --readme")
-    if args.readme:
-        p.unused(args, "gpu quick out", "with --readme")
-    if args.gpu == "compile":
-        p.unused(args, "quick out", "with --gpu compile")
+    measures_gpu = args.gpu and not args.plan
+    for is_so, flags, why in (  # where flags would do nothing: "--gguf has no use but with …"
+        (args.plan, "against readme quick target draft_bits prompts gguf out", "with --plan"),
+        (not args.plan, "gpus bits kv_bits context", "but with --plan"),
+        (args.against != "llama.cpp", "gguf", "but with --against llama.cpp"),
+        (not args.draft, "prompts draft_bits", "but with --draft"),
+        (args.against or args.readme or measures_gpu, "draft", "with --against, --gpu or --readme"),
+        (args.gpu or args.readme, "target against", "with --gpu or --readme"),
+        (args.readme, "gpu quick out", "with --readme"),
+        (args.gpu == "compile", "quick out", "with --gpu compile"),
+    ):
+        if is_so:
+            p.unused(args, flags, why)
     return args
 
 
