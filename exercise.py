@@ -143,8 +143,7 @@ EXERCISES = (
         tests=(
             "test_quant.py::test_numbers_on_a_grid_stay",
             "test_quant.py::test_a_vector_that_is_not_finite_is_read_as_nan",
-            "test_quant.py::test_fp8_and_nf4_round_to_the_nearest_code",
-            "test_quant.py::test_weights_are_within_half_a_step_of_a_tight_scale",
+            "test_quant.py::test_weights_are_rounded_to_the_nearest_code_of_a_tight_grid",
         ),
     ),
     Exercise(
