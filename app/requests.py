@@ -62,14 +62,17 @@ def read_requests(
             line.fields = parse_object(text)
             check_fields(line.fields)
             own_system = line.fields.get("system")
-            # raw of false takes --raw back: the model's template, if it has one
-            template = {True: False, False: use_template or None}
+            chat = use_template
+            if line.fields.get("raw"):
+                chat = False
+            elif line.fields.get("raw") is False and use_template is False:
+                chat = None  # it takes --raw back: the model's template, if it has one
             request = model.request(
                 line.fields["prompt"],
                 settings_of(line.fields, defaults),
                 options,
                 system if own_system is None else own_system,
-                template.get(line.fields.get("raw"), use_template),
+                chat,
             )
             check(request)
             line.request = request
