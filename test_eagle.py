@@ -21,7 +21,7 @@ from eagle import EagleDrafter, EagleHead
 from errors import UserError
 from generate import Engine, Model, generate, load_draft
 from kernels import Ops
-from kvcache import AttentionMetadata, KVCache
+from kvcache import AttentionMetadata, Cache, KVCache
 from model import Llama
 from paged import PagedCache
 from proof import distance
@@ -191,6 +191,12 @@ def plain_chain(head: EagleHead, target: Llama, text: list[int], drafts: list[in
 # ---- Drafts and rows
 
 
+def make_runner(target: Llama, head: EagleHead, cache: Cache, budget: int = 512) -> ModelRunner:
+    """The head drafts in the target's cache."""
+    drawing = Drawing(target.config.vocab_size)
+    return ModelRunner(target, cache, drawing, drafter=EagleDrafter(head, cache), budget=budget)
+
+
 def proposed(runner: ModelRunner, request: Request, k: int) -> tuple[list[int], Tensor]:
     round = Round([request], [k], runner.drawing, target=runner.target)
     drafted, q = runner.drafter.propose(round)
@@ -222,10 +228,7 @@ def check_drafts(head: EagleHead, plain: EagleHead, target: Llama) -> None:
     """The prompt takes 3 steps; the last of them also makes a token. No other text finds a block
     that holds the 0 of a draft."""
     cache = PagedCache(target.kv_spec(draft_layers=1), 20, 4)
-    drafter = EagleDrafter(head, cache)
-    runner = ModelRunner(
-        target, cache, Drawing(target.config.vocab_size), drafter=drafter, budget=6
-    )
+    runner = make_runner(target, head, cache, budget=6)
     chosen = Settings(1.0, seed=3, max_tokens=20, gamma=3)
     request = Request(list(range(40, 56)), chosen)
     runner.open(request)
@@ -253,9 +256,7 @@ def test_a_request_drafts_as_if_it_were_alone(pair):
     """Beside one that wants fewer drafts, and comes before it."""
     target, head = pair
     cache = PagedCache(target.kv_spec(draft_layers=1), 40, 4)
-    runner = ModelRunner(
-        target, cache, Drawing(target.config.vocab_size), drafter=EagleDrafter(head, cache)
-    )
+    runner = make_runner(target, head, cache)
     requests = []
     for seed in (1, 2):
         request = Request(list(range(40, 50 + seed)), Settings(1.0, seed=seed, max_tokens=20))
@@ -279,9 +280,7 @@ def stored_rows(cache, seq: int) -> Tensor:
 def rows_at_once(target: Llama, head: EagleHead, text: list[int]) -> Tensor:
     """The same, of a text that is read in one pass, by a drafter of its own."""
     cache = KVCache(target.kv_spec(draft_layers=1), 96)
-    runner = ModelRunner(
-        target, cache, Drawing(target.config.vocab_size), drafter=EagleDrafter(head, cache)
-    )
+    runner = make_runner(target, head, cache)
     request = Request(text, Settings(1.0, seed=0, max_tokens=1))
     runner.open(request)
     runner.step([ScheduledRequest(request, 0, len(text) - 1, samples=False)])
@@ -354,8 +353,7 @@ def test_a_preempted_text_is_drafted_as_if_nothing_had_been(pair):
 
     def texts(blocks: int, max_batch: int) -> list[Request]:
         cache = PagedCache(target.kv_spec(draft_layers=1), blocks, 4)
-        drawing = Drawing(target.config.vocab_size)
-        runner = ModelRunner(target, cache, drawing, drafter=EagleDrafter(head, cache))
+        runner = make_runner(target, head, cache)
         chosen = [Settings(1.0, seed=seed, max_tokens=20, gamma=2) for seed in range(6)]
         requests = [Request([1, 2, 3], settings) for settings in chosen]
         list(Batcher(runner, max_batch).run(requests))
@@ -371,9 +369,7 @@ def check_texts(pair) -> None:
     """Texts that begin alike, one after the other: γ = 3, blocks of two tokens."""
     target, head = pair
     cache = PagedCache(target.kv_spec(draft_layers=1), 60, 2)
-    runner = ModelRunner(
-        target, cache, Drawing(target.config.vocab_size), drafter=EagleDrafter(head, cache)
-    )
+    runner = make_runner(target, head, cache)
     for i in range(4):
         chosen = Settings(1.0, seed=i, max_tokens=8, gamma=3)
         request = Request([1, 2, 3, 4, 5 + i // 2, 6, 7], chosen)
@@ -469,8 +465,7 @@ def test_an_interrupted_step_leaves_no_row_that_is_gone(pair, monkeypatch, after
     """The newest row stays if it is still the row of the text's last token that was read."""
     target, head = pair
     cache = PagedCache(target.kv_spec(draft_layers=1), 20, 4)
-    drafter = EagleDrafter(head, cache)
-    runner = ModelRunner(target, cache, Drawing(target.config.vocab_size), drafter=drafter)
+    runner = make_runner(target, head, cache)
     request = Request([1, 2, 3, 4], Settings(0.0, seed=0, max_tokens=9, gamma=3))
     runner.open(request)
     runner.step([runner.schedule(request)])
@@ -483,11 +478,11 @@ def test_an_interrupted_step_leaves_no_row_that_is_gone(pair, monkeypatch, after
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(EagleDrafter, after, interrupted)
         runner.step([runner.schedule(request)])
-    assert (request in drafter.newest) == stays
+    assert (request in runner.drafter.newest) == stays
     check_rows(runner, [request], head)
     while not request.finish_reason:
         runner.step([runner.schedule(request)])
-        assert drafter.newest[request].length == cache.length(request.seq)
+        assert runner.drafter.newest[request].length == cache.length(request.seq)
         check_rows(runner, [request], head)
 
 
@@ -507,9 +502,7 @@ def test_drafts_that_are_not_finite_are_told():
     head = random_head(target)
     head.norm.fill_(torch.nan)
     cache = KVCache(target.kv_spec(draft_layers=1), 20, 2)
-    runner = ModelRunner(
-        target, cache, Drawing(target.config.vocab_size), drafter=EagleDrafter(head, cache)
-    )
+    runner = make_runner(target, head, cache)
     requests = []
     for seed in range(2):
         requests.append(Request([1, 2, seed], Settings(1.0, seed=seed, max_tokens=9, gamma=3)))
@@ -542,14 +535,14 @@ def test_law_is_the_targets_with_a_head_and_with_a_rounded_draft(draft, bits, co
         Kind((1, 0), 2, 3, (), dict(temperature=0.0)),
     ]
 
-    def make_runner(n: int, make_coin) -> ModelRunner:
+    def runner_of(n: int, make_coin) -> ModelRunner:
         cache = KVCache(target.kv_spec(draft_layers=1), 8, n)
         drafter = EagleDrafter(head, cache)
         if draft == "model":
             drafter = ModelDrafter(small, KVCache(small.kv_spec(), 8, n))
         return ModelRunner(target, cache, Drawing(3, coupled, make_coin), drafter=drafter)
 
-    for kind, law in zip(kinds, laws_of(kinds, make_runner), strict=True):
+    for kind, law in zip(kinds, laws_of(kinds, runner_of), strict=True):
         assert distance(law, law_of(target, kind)) < 1e-12
 
 
