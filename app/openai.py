@@ -436,8 +436,8 @@ def read_settings(body: Body, is_chat: bool, tools: Tools | None, offer: Offer) 
 
 
 def read_constraint(body: Body, tools: Tools | None = None) -> Body:
-    """What the text follows, as a setting: schema, regex, choice or grammar. HttpError if fields
-    ask for several, or if one cannot be read."""
+    """What the text follows, as a setting: schema, regex, choice or grammar. HttpError or UserError
+    if fields ask for several, or if one cannot be read."""
     asked = [(path, "schema", schema) for path, schema in read_schemas(body).items()]
     outputs = typed(body, "structured_outputs", dict, {})
     check_listed(outputs, (*CONSTRAINTS, "json_object"), "structured_outputs.")
