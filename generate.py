@@ -173,6 +173,8 @@ class Model:
                 "special out, or add --raw"
             )
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if not isinstance(messages, Sequence) or not messages:
+            raise UserError(f"a prompt is {messages!r}: it must be a text, or a list of messages")
         if system is not None:
             messages = [{"role": "system", "content": system}, *messages]
         return self.tokenizer.chat(messages, enable_thinking=thinking)
@@ -275,15 +277,15 @@ def int4_draft(model: Model) -> Draft:
 DRAFTS: dict[str, Callable[[Model], Draft]] = {"ngram": ngram_draft, "self": int4_draft}
 
 
-def is_loaded(name: DraftName) -> bool:
-    """Whether a draft of this name is read from a folder."""
-    return isinstance(name, str | Path) and name not in DRAFTS
+def names_model(draft: Any) -> bool:
+    """Whether this is the name of a model that drafts, not loaded yet."""
+    return not isinstance(draft, Model | Draft | None) and draft not in [*DRAFTS]
 
 
 def check_draft(name: DraftName, bits: Kind | None) -> None:
     """What is wrong with a draft's name or bits, told before any weights are loaded: UserError, or
     FileNotFoundError. bits: as of `load_draft`."""
-    if is_loaded(name):
+    if names_model(name):
         draft_config(find_model(name, DRAFTS), bits)
     elif bits is not None and (name, bits) != ("self", 4):
         raise UserError(
@@ -303,7 +305,7 @@ def load_draft(
     see `default_bits`."""
     check_draft(name, bits)
     target = model.llama
-    if is_loaded(name):
+    if names_model(name):
         folder = find_model(name, DRAFTS)
         if bits is None:
             bits = default_bits(folder, target.config)
@@ -447,16 +449,17 @@ def make_caches(
 def stream(
     prompt: str | None = None, *, messages: list[Message] | None = None, **options: Any
 ) -> Iterator[str]:
-    """`for piece in stream("…")`: the text as it is made. Options: see `prepare` (not `show`)."""
-    pieces: list[str] = []
-    options["show"] = lambda piece, origin: pieces.append(piece)
+    """`for piece in stream("…")`: the text as it is made. Options: see `prepare`."""
     engine, (output,) = prepare([either(prompt, messages)], **options)
     engine.batcher.add(output.request)
+    length = 0  # of the pieces before
     is_done = False
     while not is_done:
         is_done = bool(engine.step({output.request: output}))
-        yield from pieces
-        pieces.clear()
+        piece = output.result.text[length:]
+        length += len(piece)
+        if piece:
+            yield piece
 
 
 def either(prompt: Any, messages: Any) -> Any:
@@ -484,7 +487,7 @@ def generate(
     torch.distributed has joined all make the same call. UserError, FileNotFoundError or CacheFull.
     """
     asked = either(prompt, messages)
-    is_batch = messages is None and not isinstance(prompt, str | dict)  # no prompt is a dict
+    is_batch = isinstance(prompt, Iterable) and not isinstance(prompt, str | dict)
     prompts = list(asked) if is_batch else [asked]
     engine, streams = prepare(prompts, target, **options)
     results = sorted(engine.serve(streams), key=lambda result: result.index)
@@ -520,6 +523,8 @@ def prepare(
             "and bits, or name the target's folder"
         )
     check_draft(draft, draft_bits)
+    if draft is None and settings.gamma is not None:
+        raise UserError("gamma is about drafted tokens: name a draft, or leave it out")
     model = target if isinstance(target, Model) else Model.load(target, **loading)
     streams = []
     lengths = []

@@ -97,6 +97,8 @@ def test_several_prompts_are_a_batch_in_order(model):
 def test_stream_yields_the_text_piece_by_piece(model, draft):
     settings = dict(target=model, temperature=1.0, seed=3, max_tokens=40)
     text = generate(PROMPT, **settings).text
+    shown = []
+    assert [*stream(PROMPT, **settings, show=lambda *piece: shown.append(piece[0]))] == shown
     for more in ({}, dict(draft=draft, verify="coupled"), dict(stop=text[10:13])):
         pieces = list(stream(PROMPT, **settings, **more))
         assert len(pieces) > 3 and all(pieces)
@@ -130,6 +132,9 @@ def test_messages_need_a_chat_template_and_stand_for_the_prompt(model, instruct)
     )
     with pytest.raises(UserError, match="need a chat template"):
         generate(messages=messages, target=model)
+    for wrong in (5, []):
+        with pytest.raises(UserError, match="must be a text, or a list of messages"):
+            generate(messages=wrong, target=chat)
     for call in (generate, lambda *args, **options: list(stream(*args, **options))):
         for both_or_neither in ({}, dict(prompt="hello", messages=messages)):
             with pytest.raises(UserError, match="give either a prompt or messages"):
@@ -673,13 +678,16 @@ def test_mistakes_of_python_callers_are_told_in_a_line(model):
     message = dict(role="user", content="Hi")
     for said, prompt, given in (
         ("chat messages, .* need a chat template", message, {}),
+        ("chat messages, .* need a chat template", 5, {}),
+        ("gamma is about drafted tokens", PROMPT, dict(gamma=2)),
+        (r"'\[5\]' is neither a folder", PROMPT, dict(draft=[5])),
         ("dtype is 'float32'; it must be None, torch.float32", PROMPT, dict(dtype="float32")),
         ("dtype is torch.int8", PROMPT, dict(dtype=torch.int8)),
         ("device 'nope' is unknown", PROMPT, dict(device="nope")),
         ("device 'meta' is not supported", PROMPT, dict(device="meta")),
     ):
         target = "tiny" if given.keys() & {"dtype", "device"} else model
-        with pytest.raises(UserError, match=f"^{said}"):
+        with pytest.raises((UserError, FileNotFoundError), match=f"^{said}"):
             generate(prompt, target, max_tokens=1, **given)
 
 
