@@ -32,9 +32,8 @@ comes from anybody, and its compiling and its masks take time and memory from ot
 Invariant: between rounds the state of a text has read all its new tokens but end-of-text.
 Cost: `python bench.py --target NAME` measures it. Threads of the package make masks while the
 target's pass runs; masks within a string of bounded length cost most.
-Not covered: a grammar that names control tokens; numbers of a schema that 64 bits do not hold, the
-common multiple of several multipleOf included; a property that is declared, named again with
-escapes, where more properties are allowed.
+Not covered: a grammar that names control tokens; numbers of a schema that 64 bits do not hold; a
+property that is declared, named again with escapes, where more properties are allowed.
 
 Koo, Liu & He 2024 (arXiv:2407.08103); Dong et al. 2024, XGrammar (arXiv:2411.15100).
 
@@ -44,6 +43,7 @@ Koo, Liu & He 2024 (arXiv:2407.08103); Dong et al. 2024, XGrammar (arXiv:2411.15
 from __future__ import annotations
 
 import json
+import math
 import re
 import threading
 import time
@@ -72,7 +72,8 @@ REMEMBERED = 16  # compiled grammars; each takes up to some 20 MB
 # The bounds of a grammar (settings.py bounds its characters).
 MAX_PATTERN_CHARACTERS = 2**13  # in regular expressions: compiling may take their square
 MAX_NAMES = 1000  # rules and terminals in Lark
-MAX_REMAINDERS = 100_000  # of all multipleOf in schemas: compiling looks at each of them
+# Of all multipleOf in schemas, and of their least common multiple: compiling looks at each of them.
+MAX_REMAINDERS = 100_000
 # The work of llguidance for one mask.
 LIMITS = {"max_items_in_row": 5000, "step_max_items": 10_000, "step_lexer_fuel": 100_000}
 STACK = 2**27  # bytes for the thread that compiles: llguidance recurses, up to once for each name
@@ -233,10 +234,12 @@ def check_cost(grammar: Grammar, schemas: list[Any]) -> None:
     if any(word["regex"] for word in words):
         num_characters = len(grammar.text)  # any part of it may be a regular expression
     num_names = sum(bool(word["name"]) for word in words)
-    num_remainders = 0
+    multiples = []
     for name, number in numbers_of(schemas):
         if name == "multipleOf":
-            num_remainders += without_point(number)
+            multiples.append(without_point(number))
+    # A number may have to be a multiple of all of them.
+    num_remainders = max(sum(multiples), min(10**18, math.lcm(*multiples)))
     for size, most, unit in (
         (num_characters, MAX_PATTERN_CHARACTERS, "characters of regular expressions"),
         (num_names, MAX_NAMES, "rules and terminals"),
