@@ -176,7 +176,7 @@ class Config:
         return cls(
             **{name: number(defaults | present, name) for name in LARGEST},
             **{name: bool(data.get(name)) for name in FLAGS},
-            rope_theta=number({"rope_theta": cls.rope_theta} | rope, "rope_theta"),
+            rope_theta=number(rope, "rope_theta"),
             rope_scaling=parse_rope_scaling(rope),
             model_type="llama" if is_mistral else data["model_type"],
             eos_token_ids=end_tokens(data),
@@ -214,7 +214,8 @@ def parse_file(file: Path, parse: Callable[[Json], Any]) -> Any:
 
 def rope_settings(present: Json) -> Json:
     """All settings of the rotary embeddings, wherever this config.json has them. UserError if its
-    two objects disagree. (A rope_theta beside them is often stale.)"""
+    two objects disagree. A rope_theta beside rope_scaling, or its default, counts as one of its
+    own; beside rope_parameters alone it is often stale."""
     settings = {}
     for name in ("rope_scaling", "rope_parameters"):
         more = present.get(name, {})
@@ -228,12 +229,13 @@ def rope_settings(present: Json) -> Json:
                 raise UserError(f"{name} has {key}: only settings for all layers are supported")
             if settings.get(key, value) != value:
                 raise UserError(
-                    f"{key} is {settings[key]!r} in rope_scaling, and {value!r} in "
+                    f"{key} is {settings[key]!r} in rope_scaling, or beside it, and {value!r} in "
                     "rope_parameters: take one of both out of the file"
                 )
         settings |= more
-    if "rope_theta" in present:
-        settings = {"rope_theta": present["rope_theta"]} | settings
+        if settings or name == "rope_parameters":
+            theta = present.get("rope_theta", Config.rope_theta)
+            settings = {"rope_theta": theta} | settings
     return settings
 
 

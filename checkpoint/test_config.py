@@ -190,6 +190,7 @@ REFUSED_JSON = told(
     {"rope_parameters": {"rope_type": "linear", "factor": 1e-300}} → factor is 1e-300
     {"rope_parameters": [1]} → rope_parameters is [1]
     {"rope_scaling": {"type": "yarn", "factor": 4.0}} → rope_type is 'yarn' in rope_scaling
+    {"rope_theta": 7, "rope_scaling": {"factor": 1}, "rope_parameters": {"rope_theta": 8}} → and 8
     {"rope_scaling": {"rope_type": "linear", "factor": 4}} → 'default' in rope_parameters
     {"rope_parameters": {"full_attention": {"factor": 8}}} → rope_parameters has full_att
     {"is_causal": false} → is_causal is False
