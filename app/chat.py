@@ -39,6 +39,7 @@ def typed_line() -> str | None:
     while True:
         try:
             typed = input("> ")
+            typed.encode()  # UnicodeError for bytes that are no text here
         except EOFError:
             return None
         except UnicodeError as error:

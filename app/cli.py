@@ -23,6 +23,7 @@ from app.flags import FILES, flagged_settings, generate_flags
 from app.launch import follow, handle_signal, joined, rank, read_once, waiting_signals
 from app.requests import Line, read_requests
 from app.shell import MAX_MESSAGE, Terminated, say, status, write
+from checkpoint.chat import replace_surrogates
 from checkpoint.hub import find_model
 from checkpoint.load import open_checkpoint
 from errors import UserError, brief
@@ -381,6 +382,12 @@ def run_command(arguments: Sequence[str]) -> int:
         read = {name: read_grammar(getattr(args, name)) for name in FILES}
         settings = replace(settings, **read)
         prompt = read_prompt(args)
+        for text in (prompt or "", args.system or "", *args.stop):
+            if replace_surrogates(text) != text:
+                raise UserError(
+                    f"{brief(text, 100)} has bytes that are no text here: write it in UTF-8, and "
+                    "unset PYTHONUTF8"
+                )
         if args.color:
             say("colours: accepted drafts green, corrected red, bonus cyan; plain: without drafts")
         model, draft = load(args, device)

@@ -551,6 +551,7 @@ def test_a_bad_prompt_is_one_line(base, capsys, monkeypatch, tmp_path):
     for flags, says in (
         ([""], "the prompt has 0 tokens"),
         (["x" * 96], "the prompt has 96 tokens"),
+        (["a\udcff"], r"a\udcff has bytes that are no text here"),
         (["--prompts", tmp_path / "none"], "No such file"),
         (["--prompts", tmp_path / "latin"], "cannot be read: 'utf-8' codec"),
         (["--prompts", "\0"], "cannot be read: embedded null"),
