@@ -108,6 +108,7 @@ class Batcher:
             self._release(request)
         elif not request.finish_reason and request in self.waiting:  # no search for one that ended
             self.waiting.remove(request)
+            self.runner.close(request)  # Ctrl-C may have come while it was admitted
             self.retry_at_step = 0  # another may be first now
 
     # ---- The plan of a step

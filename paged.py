@@ -194,14 +194,18 @@ class PagedCache(Cache):
         new_blocks = self.pool.take(
             self._num_new_blocks([(seq, len(tokens)) for seq, tokens in new_tokens])
         )
-        for seq, tokens in new_tokens:
-            sequence = self._sequences[seq]
-            length = len(sequence.tokens)
-            self._cache_full_blocks(sequence)
-            if length % self.block_size:
-                self._own_last_block(sequence, new_blocks)
-            while len(sequence.block_table) < self.blocks_for(length + len(tokens)):
-                sequence.block_table.append(new_blocks.pop())
+        try:
+            for seq, tokens in new_tokens:
+                sequence = self._sequences[seq]
+                length = len(sequence.tokens)
+                self._cache_full_blocks(sequence)
+                if length % self.block_size:
+                    self._own_last_block(sequence, new_blocks)
+                while len(sequence.block_table) < self.blocks_for(length + len(tokens)):
+                    sequence.block_table.append(new_blocks.pop())
+        finally:  # none is left, but after Ctrl-C
+            for block in new_blocks:
+                self.pool.release(block)
 
     def _cache_full_blocks(self, sequence: CachedSequence) -> None:
         if not self.prefix_caching:
@@ -221,11 +225,11 @@ class PagedCache(Cache):
         if self.pool.references[block] == 1:
             self.pool.evict(block)  # if it was full, and cached, before a `truncate`
             return
-        copied = new_blocks.pop()
+        copied = new_blocks[-1]
         self.keys.copy(block, copied)
         self.values.copy(block, copied)
+        sequence.block_table[-1] = new_blocks.pop()
         self.pool.release(block)
-        sequence.block_table[-1] = copied
 
     def truncate(self, seq: int, length: int) -> None:
         super().truncate(seq, length)

@@ -143,7 +143,10 @@ class ModelRunner:
         request.eos_token_ids = {*request.eos_token_ids, *self.grammars.eos_token_ids}
 
     def close(self, request: Request) -> None:
-        self.cache.free(request.seq)
+        """Free what `open` took. A request that is not open stays as it is."""
+        if request.seq >= 0:
+            self.cache.free(request.seq)
+            request.seq = -1
         self.drafter.close(request)
         request.grammar_state = None
 

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -490,6 +491,12 @@ def test_cancelled_requests_free_their_blocks_at_once():
     assert batcher.running == [requests[1]] and not batcher.waiting
     batcher.cancel(requests[1])
     assert batcher.runner.cache.check()[2] == 0
+    batcher.add(requests[0])
+    with patch.object(batcher.runner, "schedule", side_effect=KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):  # it is open, and not among the running
+            batcher.step()
+    batcher.cancel(requests[0])
+    assert not batcher.runner.cache._sequences
 
 
 def test_shared_prefix_is_computed_once():

@@ -318,6 +318,20 @@ def test_what_follows_a_rewritten_block_has_another_hash():
 # ---- Sizes
 
 
+def test_ctrl_c_while_a_block_is_copied_loses_none(llama, monkeypatch):
+    def stop(*arguments):
+        raise KeyboardInterrupt
+
+    cache = paged(llama)
+    seq, _ = cache.open([1])
+    cache.extend([(seq, [1])])
+    cache.fork(seq)
+    monkeypatch.setattr(cache.values, "copy", stop)
+    with pytest.raises(KeyboardInterrupt):
+        cache.extend([(seq, [2])])
+    cache.check()
+
+
 def test_impossible_caches_are_refused():
     for wrong, match in (
         (dict(num_blocks=0), "0 blocks of 16 tokens: both must be at least 1"),
