@@ -42,7 +42,7 @@ class Request:
     tokens: list[int]  # the prompt, then the new tokens; no cache holds the last one
     settings: Settings  # with a seed
     eos_token_ids: Collection[int] = ()
-    seq: int = -1  # the sequence in the target's cache
+    seq: int = -1  # the sequence in the target's cache; −1: none
     rounds: list[RoundStats] = field(default_factory=list)
     # The origin of each new token: plain; accepted (a draft); corrected (after a rejected draft);
     # or bonus (after a round whose drafts were all accepted).
@@ -67,8 +67,10 @@ class Request:
         self.num_prompt_tokens = len(self.tokens)
 
     def sibling_text(self, i: int) -> Request:
-        """A request for another text of this prompt, with the seed i after this one's."""
-        settings = replace(self.settings, seed=self.settings.seed + i)
+        """A request for another text of this prompt, with the seed i after this one's: the smallest
+        comes after the largest."""
+        seed = (self.settings.seed + i + 2**63) % 2**64 - 2**63
+        settings = replace(self.settings, seed=seed)
         return Request(
             self.tokens,
             settings,
