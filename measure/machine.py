@@ -67,7 +67,7 @@ def instructions() -> str:
 
 def has_bfloat16() -> bool:
     """Whether there are instructions for products of bfloat16: AMX's, AVX-512's or ARM's."""
-    return "bf16" in instructions()
+    return re.search("bf16|sapphirerapids", instructions()) is not None
 
 
 def instruction_set() -> str:

@@ -66,9 +66,10 @@ def test_a_mac_is_no_gpu(cpu, monkeypatch):
 def test_a_machine_that_is_held_down_writes_the_file_of_the_older_cpu(cpu, monkeypatch):
     cpu("Intel(R) Xeon(R) @ 2.0GHz", "avx2 avx512f avx512_bf16 avx512_vnni")
     assert machine.has_bfloat16()
-    for march, words in {"x86-64-v3": "avx2", "skylake-avx512": "avx512"}.items():
+    marches = {"sapphirerapids": "amx", "x86-64-v3": "avx2", "skylake-avx512": "avx512"}
+    for march, words in marches.items():
         monkeypatch.setenv("LLAMA_MARCH", march)
-        assert not machine.has_bfloat16()
+        assert machine.has_bfloat16() == (words == "amx")
         assert machine.results_file().name == f"intel-r-xeon-r-2-0ghz-{words}.json"
     monkeypatch.setenv("LLAMA_NATIVE", "0")
     assert machine.instruction_set() == "no-c"
