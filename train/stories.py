@@ -78,11 +78,12 @@ class Corpus:
     def crops(self, count: int, length: int, seed: int) -> Tensor:
         """`count` random crops, by this seed: int64[B, N + 1]. UserError if a text is too short."""
         last = len(self.tokens) - length - 1
-        if last < 1:
+        if last < 0:
             raise UserError(
                 f"a text of {len(self.tokens)} tokens is too short for crops of {length + 1}: "
                 "give more data, or a smaller --length"
             )
+        last = max(last, 1)  # a text of one crop begins it at 0
         generator = torch.Generator().manual_seed(seed)
         coins = torch.rand(count, generator=generator)
         starts = self.starts[self.starts < last]

@@ -66,8 +66,10 @@ def test_crops_depend_on_the_step_alone_and_lie_in_the_text() -> None:
     assert all(
         tuple(crop.tolist()) in everywhere for step in range(20) for crop in text.crops(8, 16, step)
     )
+    size = len(text.tokens)
+    assert torch.equal(text.crops(2, size - 1, 0), text.tokens.expand(2, -1))
     with pytest.raises(ValueError, match="too short"):
-        text.crops(1, 5000, 0)
+        text.crops(1, size, 0)
 
 
 def test_half_of_the_crops_begin_a_story() -> None:
