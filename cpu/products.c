@@ -233,7 +233,6 @@ void product(const float *x, const Weight *w, float *y, long T) {
 // Some rows of W as numbers: [R, K] -> 0; where there is no such row, its place in `which`, and 1.
 long rows(const Weight *w, const int64_t *which, float *out, long R) {
     float room[STRETCH * WIDE] __attribute__((aligned(64)));
-    const int16_t *pairs = (const int16_t *)room;
     const int8_t *quads = (const int8_t *)room;
     long K = w->K, stretch = least(w->group, STRETCH);
     for (long r = 0; r < R; r++, out += K) {
@@ -246,8 +245,9 @@ long rows(const Weight *w, const int64_t *which, float *out, long R) {
             unfold[w->kind](&a, 1, room);
             for (long i = 0; i < n; i++) {
                 long b = i / 8 * 8 + byte_of(w->kind, i % 8);
-                float q = QUADS ? quads[(b / 4 * WIDE + lane) * 4 + b % 4]
-                    : pairs[(i / 2 * WIDE + lane) * 2 + i % 2];
+                int16_t one;                                            // of a pair
+                memcpy(&one, quads + (i / 2 * WIDE + lane) * 4 + i % 2 * 2, sizeof one);
+                float q = QUADS ? quads[(b / 4 * WIDE + lane) * 4 + b % 4] : one;
                 float value = WHOLE[w->kind] ? q - zero : room[i * WIDE + lane];
                 out[w->order ? w->order[k + i] : k + i] = value * scale;
             }
