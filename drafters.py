@@ -168,7 +168,7 @@ class Drafter:
         """Take a new request."""
 
     def close(self, request: Request) -> None:
-        """Forget a request."""
+        """Forget a request, if it was taken."""
 
     def length(self, request: Request) -> int:
         """The number of the text's tokens that the drafter has read, or need not read."""
@@ -335,7 +335,7 @@ class NgramDrafter(Drafter):
         self.texts[request] = "".join(map(chr, request.tokens))
 
     def close(self, request: Request) -> None:
-        del self.texts[request]
+        self.texts.pop(request, None)
 
     def commit(self, request: Request, num_new: int) -> None:
         self.texts[request] += "".join(map(chr, request.tokens[-num_new:]))

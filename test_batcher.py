@@ -481,7 +481,7 @@ def test_request_that_could_never_be_served_is_refused_alone():
 
 
 def test_cancelled_requests_free_their_blocks_at_once():
-    batcher = make_batcher(max_batch=2)
+    batcher = make_batcher(max_batch=2, drafter=NgramDrafter())
     requests = [make_request(20, 30, i) for i in range(3)]
     add_all(batcher, requests)
     batcher.step()
