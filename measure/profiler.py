@@ -87,9 +87,11 @@ def trace_phases(file: str, target: Llama, drafts: Sequence[Llama] = ()) -> Iter
         trace.stop()
         for llama, ops in zip(models, original):
             llama.ops = ops
+        say_phases(trace, seconds)
         with new_file(Path(file)) as new:
             trace.export_chrome_trace(str(new))
-        say_phases(trace, seconds)
+            if not new.exists():  # PyTorch does not tell
+                raise OSError(f"{file} cannot be written: is the disk full?")
         say(f"{file} has the trace: open it in ui.perfetto.dev")
 
 

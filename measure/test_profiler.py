@@ -7,7 +7,7 @@ import pytest
 
 import generate
 from app import cli
-from conftest import program
+from conftest import largest_file, program
 from measure import profiler
 from runner import ModelRunner
 from settings import Options
@@ -90,6 +90,14 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path, caps
         assert cli.main(["--profile", str(file), "--max-tokens", "2", "Tom"]) == 2
         out, error = capsys.readouterr()
         assert (out, error.count("\n")) == ("", 1) and str(file) in error
+
+
+def test_a_full_disk_is_told_with_the_files_name(tmp_path, capsys):
+    file = tmp_path / "trace.json"
+    with largest_file(1000):
+        assert cli.main(["--profile", str(file), "--max-tokens", "2", "Tom"]) == 2
+    told = capsys.readouterr().err
+    assert f"error: {file} cannot be written: is the disk full?" in told and lines(told)
 
 
 def test_ctrl_c_leaves_the_trace_of_what_was_done(base, tmp_path, capsys, monkeypatch):
