@@ -177,6 +177,9 @@ class GPTQ(Layout):
             lm_head=(None, False),
             rotation=(None, ""),
         )
+        names = {how.get("checkpoint_format"), how.get("format")} - {None}
+        if len(names) > 1:
+            raise UserError("quantization_config: checkpoint_format and format differ")
         group = group_size(how)
         return cls(
             how["bits"],
@@ -348,6 +351,11 @@ class CompressedTensors(Layout):
     def convert(self, weight: Quantized, tensors: Tensors) -> Quantized:
         zero = tensors.get("weight_zero_point")
         if self.in_words:
+            shape = tensors["weight_shape"].tolist()
+            if shape != list(weight.shape):
+                raise UserError(
+                    f"its weight_shape is {shape}; config.json asks for {list(weight.shape)}"
+                )
             q = values(tensors["weight_packed"], weight)
             if zero is not None:
                 zero = numbers(zero.T, self.bits)[:, : len(q)].T

@@ -528,6 +528,7 @@ NOT_HONOURED = told(
     gptq {"group_size": "128"} → group_size is '128'
     gptq {"group_size": null} → group_size is None
     gptq {"checkpoint_format": "marlin"} → checkpoint_format is 'marlin'; it must be None, 'gptq' or
+    gptq {"checkpoint_format": "gptq", "format": "gptq_v2"} → checkpoint_format and format differ
     gptq {"dynamic": {"-:.*down": {}}} → dynamic is
     gptq {"lm_head": true} → lm_head is True
     gptq {"desc_act": "yes"} → desc_act is 'yes'
@@ -699,6 +700,7 @@ def test_tensors_that_do_not_fit_are_refused_before_memory_is_asked_for(tmp_path
 
 
 NONSENSE: list[tuple[Any, str, Any, str]] = [
+    (CT4, "up_proj.weight_shape", lambda t: t.flip(0), r"its weight_shape is \[40, 56\]; config"),
     (
         SHUFFLED,
         "o_proj.g_idx",
