@@ -10,6 +10,7 @@ PyTorch or Python too, is a bug and keeps its traceback.
 """
 
 import argparse
+import fcntl
 import os
 import signal
 import sys
@@ -201,6 +202,14 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         sys.exit(refuse(f"{message} (see --help)"))
 
+    def flags(self, args: argparse.Namespace) -> dict[str, str]:
+        """The program, and the values of all its flags, as texts."""
+        values = {"program": self.prog}
+        for flag, action in self._option_string_actions.items():
+            if hasattr(args, action.dest):
+                values[flag] = str(getattr(args, action.dest))
+        return values
+
     def empty(self, args: argparse.Namespace) -> None:
         """Refuse flags of no value, as "$MODEL" is where nobody has set it."""
         for name, value in vars(args).items():
@@ -232,6 +241,26 @@ def check_folder(path: Path) -> None:
         raise UserError(
             f"{path} is not a folder, or cannot be written: name one of yours, or a new one in it"
         )
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Hold a folder. UserError if another program holds it. (A file system without locks lets all
+    in.)"""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise UserError(
+            f"{folder} is written by another program now: wait for its end, or name another --out"
+        ) from None
+    except OSError:
+        pass
+    try:
+        yield
+    finally:
+        os.close(handle)
 
 
 @contextmanager

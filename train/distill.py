@@ -18,8 +18,8 @@ in bfloat16 for each matrix and step, slow on a CPU without instructions for the
 
 Train at the length of use: tiny's draft, trained on 256 tokens, had α = 0.68 up to token 256 and
 α = 0.35 at token 512. Invariant: step i depends on the training state and i alone (stories.py), so
-a killed run resumes exactly from its checkpoint. Not covered: several GPUs, texts that do not fit
-in memory.
+a killed run resumes exactly from its checkpoint. Its flags are kept, too: a run that goes on with
+others is told, or refused. Not covered: several GPUs, texts that do not fit in memory.
 
 Hinton et al. 2015 (arXiv:1503.02531); Zhou et al. 2023 (2310.08461); Eldan & Li 2023, TinyStories
 (2305.07759). Muon: Jordan et al. 2024 (kellerjordan.github.io/posts/muon).
@@ -36,7 +36,8 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -46,11 +47,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.shell import Parser, check_folder, is_out_of_memory, new_file, say, status
+from app.shell import (
+    Parser,
+    alone_in,
+    check_folder,
+    is_out_of_memory,
+    new_file,
+    say,
+    status,
+)
 from batcher import Batcher
 from checkpoint.config import Config
-from checkpoint.files import Json
-from checkpoint.hub import find_folder
+from checkpoint.files import Json, read_json
+from checkpoint.hub import find_folder, find_model
 from checkpoint.tensors import write_tensors
 from errors import UserError
 from kernels import find_device
@@ -63,6 +72,11 @@ from tokenizer import Tokenizer
 from train import bpe
 from train.gqa import merge_heads
 from train.stories import Corpus, hold_out, read_stories
+
+RUN = "run.json"
+FIXED = (  # flags that say what is trained
+    "program --target --from --from-scratch --vocab --layers --width --mlp --heads --kv-heads"
+)
 
 # ---- The loss, and what a draft is worth ---------------------------------------------------------
 
@@ -126,7 +140,7 @@ def shown(when: str, scores: dict[str, float]) -> str:
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """What a run can choose. A resumed run may choose otherwise."""
+    """What a run can choose. A resumed run may choose otherwise: `begin_run` tells."""
 
     steps: int = 100
     batch: int = 8
@@ -174,6 +188,8 @@ class Training:
     """A student, its target (None: the text alone), and the texts that it learns from.
 
     text: stories from files. sampled: texts from the target."""
+
+    flags: dict[str, str] | None = None  # those of the command, for RUN
 
     def __init__(
         self,
@@ -263,6 +279,8 @@ class Training:
                 if "unexpected pos" not in str(error):
                     raise
                 raise OSError(f"{file} cannot be written: is the disk full?") from None
+        if self.flags is not None:
+            bpe.write_json(file.parent / RUN, self.flags)
 
     @torch.no_grad()
     def resume(self, file: Path) -> None:
@@ -296,19 +314,53 @@ def read_checkpoint(file: Path, device: torch.device) -> dict[str, Any]:
     return state
 
 
-def check_out(name: str) -> None:
+def has_run(out: Path) -> bool:
+    """Whether a folder holds something of a run to go on with."""
+    return (out / "training.pt").exists() or (out / "texts.jsonl").exists()  # train/eagle.py's
+
+
+def check_out(name: str, sources: Sequence[str | None]) -> None:
     """UserError unless a student can be written to the folder --out, and a model that was not
-    trained there is not lost."""
+    trained there is not lost. sources: models that are read."""
     out = Path(name)
     if not name:
         raise UserError("--out is empty: name a folder")
     check_folder(out)
-    has_run = (out / "training.pt").exists() or (out / "texts.jsonl").exists()  # train/eagle.py's
-    if (out / "config.json").exists() and not has_run:
+    if (out / "config.json").exists() and not has_run(out):
         raise UserError(
             f"--out {out} holds a model, and nothing of a run to go on with (training.pt): name "
             "another folder, or remove the model"
         )
+    for source in sources:
+        if source and out.exists() and find_model(source).resolve() == out.resolve():
+            raise UserError(f"--out {out} holds {source}, which is read: name another folder")
+
+
+@contextmanager
+def begin_run(out: Path, flags: dict[str, str], fixed: str) -> Iterator[None]:
+    """Hold the folder --out, in which RUN keeps the flags of its run: the first, then those of the
+    last checkpoint.
+
+    UserError if the folder holds a run with another value of a flag in `fixed`: these say what is
+    trained. Other flags that differ are told. flags: of `Parser.flags`.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    with alone_in(out):
+        file = out / RUN
+        before = read_json(file) if has_run(out) and file.exists() else {}
+        changed = [flag for flag in flags if flags[flag] != before.get(flag, flags[flag])]
+        for flag in changed:
+            if flag in fixed.split():
+                raise UserError(
+                    f"--out {out} holds a run with {flag} {before[flag]}, not {flags[flag]}: give "
+                    "the flags it began with, or name another folder"
+                )
+        for flag in changed:
+            if flag not in ("--out", "--device"):
+                say(f"note: {flag} was {before[flag]} until now, and is {flags[flag]}")
+        if not has_run(out):
+            bpe.write_json(file, flags)
+        yield
 
 
 # ---- Models: made, loaded, saved -----------------------------------------------------------------
@@ -343,19 +395,18 @@ def save_folder(llama: Llama, folder: Path, config: Json, **more: Tensor) -> Non
 def student_tokenizer(
     args: argparse.Namespace, out: Path, stories: Sequence[str]
 ) -> tuple[Tokenizer, int]:
-    """The tokenizer in `out`, copied from a model or learned from stories; its end of text."""
+    """The tokenizer of a model, or that in `out`, learned from stories; its end of text."""
     name = args.target or args.start
-    if name is not None:
-        bpe.copy_files(find_folder(name), out, bpe.FILES)
-    elif not (out / "tokenizer.json").exists():
+    folder = out if name is None else find_folder(name)
+    if name is None and (out / "tokenizer.json").exists():
+        say(f"{out} has a tokenizer already: --vocab is not looked at")
+    elif name is None:
         say(f"learning {args.vocab} tokens from {len(stories):,} stories")
         bpe.save_tokenizer(out, bpe.learn(stories, args.vocab - 1))
-    else:
-        say(f"{out} has a tokenizer already: --vocab is not looked at")
-    tokenizer = Tokenizer.load(out)
+    tokenizer = Tokenizer.load(folder)
     if bpe.END in tokenizer.specials:
         return tokenizer, tokenizer.specials[bpe.END]
-    ends = Config.load(find_folder(name)).eos_token_ids if name else ()
+    ends = () if name is None else Config.load(folder).eos_token_ids
     if not ends:
         raise UserError(
             f"{name or out} names no token that ends a text: its tokenizer needs {bpe.END}, or its "
@@ -391,10 +442,9 @@ def new_student(args: argparse.Namespace, vocab_size: int, end: int) -> Llama:
 def distill(args: argparse.Namespace) -> None:
     """Make the tokenizer and the student, read the texts; evaluate, train, evaluate, save. What is
     told is a message, not a result: the folder is written whether or not anybody reads."""
-    check_out(args.out)
+    check_out(args.out, (args.target, args.start))
     stories = read_stories(args.data) if args.data else []
-    samples = args.target is not None and args.own > 0
-    if not stories and not samples:
+    if not stories and (args.target is None or args.own == 0):
         raise UserError(
             "there is no text to learn from: give some with --data, or name a --target, which "
             "tells texts"
@@ -403,8 +453,13 @@ def distill(args: argparse.Namespace) -> None:
     target = None
     if args.target is not None:
         target = Llama.load(args.target, args.device, torch.float32, trainable=True)
+    with begin_run(Path(args.out), args.flags, FIXED):
+        train_student(args, stories, target)
+
+
+def train_student(args: argparse.Namespace, stories: Sequence[str], target: Llama | None) -> None:
+    """Make the student, in a folder that nobody else writes to."""
     out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
     train_stories, held_out_stories = hold_out(stories)
     tokenizer, end = student_tokenizer(args, out, train_stories)
     vocab_size = target.config.vocab_size if target else tokenizer.vocab_size
@@ -425,7 +480,7 @@ def distill(args: argparse.Namespace) -> None:
         held_out = Corpus.encode(held_out_stories, tokenizer, end)
     else:
         held_out = sample_corpus(target, 12, args.length + 1, end, args.seed + 1)
-    if samples:
+    if args.target is not None and args.own > 0:
         sampled = sample_corpus(target, args.tales, args.length + 1, end, args.seed)
     recipe = Hyperparameters(
         steps=args.steps,
@@ -437,8 +492,12 @@ def distill(args: argparse.Namespace) -> None:
     )
     say(shown("before", evaluate(student, held_out, target)))
     training = Training(student, text, target, sampled=sampled, recipe=recipe)
+    training.flags = args.flags
     training.run(out / "training.pt")
     say(shown("after", evaluate(student, held_out, target)))
+    name = args.target or args.start
+    if name is not None:
+        bpe.copy_files(find_folder(name), out, bpe.FILES)
     save_model(student, out)
 
 
@@ -532,6 +591,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     for is_useless, names, why in useless:
         if is_useless:
             p.unused(args, names, why)
+    args.flags = p.flags(args)
     return args
 
 
@@ -539,7 +599,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     return status(
         lambda: distill(args),
-        interrupted=f"stopped; the same command goes on from the last checkpoint in {args.out}",
+        interrupted=f"stopped; the same command goes on from what {args.out} holds",
     )
 
 

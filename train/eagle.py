@@ -19,7 +19,8 @@ and rows of logits.
 In step s a row attends to the rows of step 0 up to its own, and to its own row of each later step:
 what the cache will hold when that draft is made.
 
-Texts are kept in OUT/texts.jsonl, the state of training in OUT/training.pt: a killed run goes on.
+Texts are kept in OUT/texts.jsonl, the state of training in OUT/training.pt: a killed run goes on,
+and OUT/run.json has its flags, so that it is told, or refused, if they are others.
 With --autocast the products of training are in bfloat16; weights, losses, the optimizers, the
 telling of texts and the evaluation stay as they were.
 The folder is in the speculators layout, without the embedding, which is the target's.
@@ -67,6 +68,7 @@ from settings import Options
 from train.distill import (
     Hyperparameters,
     Training,
+    begin_run,
     check_out,
     count,
     make_optimizers,
@@ -75,6 +77,7 @@ from train.distill import (
 )
 from train.stories import hold_out, read_file
 
+FIXED = "program --target --bits --mlp --vocab"  # flags that say what is trained
 DECAY = 0.8  # of the loss, from one unrolled step to the next
 
 # ---- Texts that the target tells -----------------------------------------------------------------
@@ -131,8 +134,7 @@ def told_before(file: Path) -> dict[int, list[int]]:
 
 def tell_texts(model: Model, requests: Sequence[Request], file: Path, length: int) -> list[list]:
     """The texts of these requests, from a file as far as it has them; the rest is made, and
-    appended to it. UserError if their prompts are others; target, settings and length are not
-    compared."""
+    appended to it. UserError if their prompts are others."""
     texts = told_before(file)
     for i, request in enumerate(requests):
         start = texts.get(i, request.tokens)[: len(request.tokens)]
@@ -399,7 +401,7 @@ def save_head(head: EagleHead, folder: Path, target: str) -> None:
 
 def train(args: argparse.Namespace) -> None:
     """Let the target tell its texts; make the head, train, evaluate, save."""
-    check_out(args.out)
+    check_out(args.out, (args.target,))
     device = find_device(args.device)
     if args.autocast:
         stored, _ = open_checkpoint(find_model(args.target))
@@ -416,27 +418,30 @@ def train(args: argparse.Namespace) -> None:
             f"held out: give {10 * args.batch} (--texts, and lines of --data), or a smaller --batch"
         )
     out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
-    told = tell_texts(model, requests, out / "texts.jsonl", args.length)
-    texts = [Text(text, request.num_prompt_tokens) for text, request in zip(told, requests)]
-    if not args.data and not model.tokenizer.prompt(""):
-        texts = [Text(text[1:], 0) for text in told]  # without the end of the last
-    num_tokens = sum(len(text.tokens) for text in texts)
-    say(f"{len(texts):,} texts, {num_tokens:,} tokens")
-    target = model.llama
-    if args.autocast:  # its products are PyTorch's, of plain weights
-        del model, target  # before it is loaded again
-        target = Llama.load(args.target, device, torch.float32, trainable=True)
-    learned, held_out = hold_out(texts)
-    vocabulary = commonest(learned, target.config.vocab_size, args.vocab)
-    head = new_head(target, vocabulary, args.mlp, args.seed)
-    per_epoch = batches(learned, args.batch)
-    num_steps = args.epochs * len(per_epoch)
-    recipe = Hyperparameters(steps=num_steps, decay=1.0, overlap=args.overlap)
-    training = HeadTraining(head, per_epoch, recipe, num_steps=args.unroll, autocast=args.autocast)
-    training.run(out / "training.pt")
-    say(evaluate_head(head, batches(held_out, args.batch), args.unroll))
-    save_head(head, out, args.target)
+    with begin_run(out, args.flags, FIXED):
+        told = tell_texts(model, requests, out / "texts.jsonl", args.length)
+        texts = [Text(text, request.num_prompt_tokens) for text, request in zip(told, requests)]
+        if not args.data and not model.tokenizer.prompt(""):
+            texts = [Text(text[1:], 0) for text in told]  # without the end of the last
+        num_tokens = sum(len(text.tokens) for text in texts)
+        say(f"{len(texts):,} texts, {num_tokens:,} tokens")
+        target = model.llama
+        if args.autocast:  # its products are PyTorch's, of plain weights
+            del model, target  # before it is loaded again
+            target = Llama.load(args.target, device, torch.float32, trainable=True)
+        learned, held_out = hold_out(texts)
+        vocabulary = commonest(learned, target.config.vocab_size, args.vocab)
+        head = new_head(target, vocabulary, args.mlp, args.seed)
+        per_epoch = batches(learned, args.batch)
+        num_steps = args.epochs * len(per_epoch)
+        recipe = Hyperparameters(steps=num_steps, decay=1.0, overlap=args.overlap)
+        training = HeadTraining(
+            head, per_epoch, recipe, num_steps=args.unroll, autocast=args.autocast
+        )
+        training.flags = args.flags
+        training.run(out / "training.pt")
+        say(evaluate_head(head, batches(held_out, args.batch), args.unroll))
+        save_head(head, out, args.target)
 
 
 def parse_command(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -477,14 +482,16 @@ def parse_command(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=0.25,
         help="share of the steps, at the end, that raise α itself (0.25)",
     )
-    return p.parse_args(arguments)
+    args = p.parse_args(arguments)
+    args.flags = p.flags(args)
+    return args
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse_command(arguments)
     return status(
         lambda: train(args),
-        interrupted=f"stopped; the same command goes on from the last checkpoint in {args.out}",
+        interrupted=f"stopped; the same command goes on from what {args.out} holds",
     )
 
 

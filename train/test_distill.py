@@ -6,18 +6,20 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from app.shell import alone_in
 from checkpoint.config import Config
 from conftest import ROOT, SMALL, check_refusals, largest_file, write_model
 from errors import UserError
 from kvcache import AttentionMetadata
 from model import Llama
 from tokenizer import Tokenizer
-from train import bpe, distill
+from train import bpe, distill, eagle
 from train.distill import (
     Hyperparameters,
     Training,
@@ -359,6 +361,40 @@ def test_bad_flags_are_one_line(
         assert distill.main(["--out", out]) == 2
         assert says in capsys.readouterr().err
     assert (base / "config.json").read_bytes() == before and not (base / "training.pt").exists()
+
+
+def test_a_folder_keeps_its_run(
+    tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another target, another program or the student itself would take its place: all is as it was.
+    Other flags are told."""
+    other = str(write_model(tmp_path / "other", "{{ 1 }}", vocab_size=270))
+    out = tmp_path / "out"
+    asked = ["--out", str(out), *SIZES, *SHAPE, "--tales", "4", "--steps"]
+
+    def refused(run: Any, flags: list[str]) -> str:
+        before = {file.name: file.read_bytes() for file in out.iterdir()}
+        assert run(flags) == 2
+        assert before == {file.name: file.read_bytes() for file in out.iterdir()}
+        return capsys.readouterr().err.splitlines()[-1]
+
+    assert distill.main(["--target", str(base), *asked, "2"]) == 0
+    assert capsys.readouterr().err.startswith("before")
+    assert "--target" in refused(distill.main, ["--target", other, *asked, "2"])
+    start = ["--target", str(base), "--from", str(base), "--out", str(out)]
+    assert "run with --from None" in refused(distill.main, start)
+    for source in ("--target", "--from"):
+        assert "which is read" in refused(distill.main, [source, str(out), "--out", str(out)])
+    head = ["--target", str(base), "--length", "24", "--batch", "2", "--out", str(out)]
+    assert "run with program python -m train.distill" in refused(eagle.main, head)
+    with alone_in(out):
+        again = ["--target", str(base), *asked, "3"]
+        assert "written by another program" in refused(distill.main, again)
+    assert distill.main([*again, "--seed", "7"]) == 0
+    told = capsys.readouterr().err
+    assert "note: --seed was 1 until now, and is 7\n" in told and "note: --steps was 2" in told
+    (out / distill.RUN).unlink()  # of an older run
+    assert "another shape" in refused(distill.main, ["--target", other, *asked, "4"])
 
 
 # ---- The pair in this repository -----------------------------------------------------------------
