@@ -132,8 +132,8 @@ def save_tokenizer(folder: Path, merges: list[Pair]) -> None:
         clean_up_tokenization_spaces=False,
     )
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "tokenizer.json", tokenizer)
     write_json(folder / "tokenizer_config.json", config)
+    write_json(folder / "tokenizer.json", tokenizer)  # last: where it is, nothing is learned again
 
 
 def write_json(file: Path, data: dict[str, Any]) -> None:

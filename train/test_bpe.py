@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from checkpoint.bytelevel import GPT2_SPLIT
 from tokenizer import Tokenizer
+from train import bpe
 from train.bpe import END, Pair, learn, merge, save_tokenizer
 
 TEXTS = st.lists(st.text(alphabet="ab c'sé1", max_size=25), min_size=1, max_size=5)
@@ -60,3 +61,17 @@ def test_the_files_are_a_tokenizer_with_every_byte(tmp_path: Path) -> None:
 def test_a_vocabulary_smaller_than_the_bytes_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 256"):
         learn(["a"], 255)
+
+
+def test_a_run_that_is_stopped_leaves_no_half_of_a_tokenizer(tmp_path, monkeypatch):
+    """tokenizer.json says that the tokenizer is whole."""
+    real = bpe.write_json
+
+    def stopped(file, data):
+        real(file, data)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bpe, "write_json", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        bpe.save_tokenizer(tmp_path, [])
+    assert not (tmp_path / "tokenizer.json").exists()
