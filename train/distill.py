@@ -18,8 +18,8 @@ in bfloat16 for each matrix and step, slow on a CPU without instructions for the
 
 Train at the length of use: tiny's draft, trained on 256 tokens, had α = 0.68 up to token 256 and
 α = 0.35 at token 512. Invariant: step i depends on the training state and i alone (stories.py), so
-a killed run resumes exactly from its checkpoint. Its flags are kept, too: a run that goes on with
-others is told, or refused. Not covered: several GPUs, texts that do not fit in memory.
+a killed run resumes exactly from its checkpoint. Its flags are kept, too, and a run that would go
+on with others is refused. Not covered: several GPUs, texts that do not fit in memory.
 
 Hinton et al. 2015 (arXiv:1503.02531); Zhou et al. 2023 (2310.08461); Eldan & Li 2023, TinyStories
 (2305.07759). Muon: Jordan et al. 2024 (kellerjordan.github.io/posts/muon).
@@ -74,9 +74,7 @@ from train.gqa import merge_heads
 from train.stories import Corpus, hold_out, read_stories
 
 RUN = "run.json"
-FIXED = (  # flags that say what is trained
-    "program --target --from --from-scratch --vocab --layers --width --mlp --heads --kv-heads"
-)
+FREE = ("--out", "--device", "--steps", "--epochs")  # a run may go on with others of these
 
 # ---- The loss, and what a draft is worth ---------------------------------------------------------
 
@@ -140,7 +138,7 @@ def shown(when: str, scores: dict[str, float]) -> str:
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """What a run can choose. A resumed run may choose otherwise: `begin_run` tells."""
+    """What a run can choose."""
 
     steps: int = 100
     batch: int = 8
@@ -188,8 +186,6 @@ class Training:
     """A student, its target (None: the text alone), and the texts that it learns from.
 
     text: stories from files. sampled: texts from the target."""
-
-    flags: dict[str, str] | None = None  # those of the command, for RUN
 
     def __init__(
         self,
@@ -279,8 +275,6 @@ class Training:
                 if "unexpected pos" not in str(error):
                     raise
                 raise OSError(f"{file} cannot be written: is the disk full?") from None
-        if self.flags is not None:
-            bpe.write_json(file.parent / RUN, self.flags)
 
     @torch.no_grad()
     def resume(self, file: Path) -> None:
@@ -337,29 +331,21 @@ def check_out(name: str, sources: Sequence[str | None]) -> None:
 
 
 @contextmanager
-def begin_run(out: Path, flags: dict[str, str], fixed: str) -> Iterator[None]:
-    """Hold the folder --out, in which RUN keeps the flags of its run: the first, then those of the
-    last checkpoint.
-
-    UserError if the folder holds a run with another value of a flag in `fixed`: these say what is
-    trained. Other flags that differ are told. flags: of `Parser.flags`.
-    """
+def begin_run(out: Path, flags: dict[str, str]) -> Iterator[None]:
+    """Hold the folder --out, in which RUN keeps the flags of its run. UserError if it holds a run
+    that began with others. flags: of `Parser.flags`."""
     out.mkdir(parents=True, exist_ok=True)
     with alone_in(out):
         file = out / RUN
-        before = read_json(file) if has_run(out) and file.exists() else {}
-        changed = [flag for flag in flags if flags[flag] != before.get(flag, flags[flag])]
-        for flag in changed:
-            if flag in fixed.split():
-                raise UserError(
-                    f"--out {out} holds a run with {flag} {before[flag]}, not {flags[flag]}: give "
-                    "the flags it began with, or name another folder"
-                )
-        for flag in changed:
-            if flag not in ("--out", "--device"):
-                say(f"note: {flag} was {before[flag]} until now, and is {flags[flag]}")
         if not has_run(out):
             bpe.write_json(file, flags)
+        began = read_json(file) if file.exists() else {}
+        for flag, value in flags.items():
+            if flag not in FREE and began.get(flag, value) != value:
+                raise UserError(
+                    f"--out {out} holds a run with another {flag} ({began[flag]}): give the flags "
+                    "it began with, or name another folder"
+                )
         yield
 
 
@@ -453,7 +439,7 @@ def distill(args: argparse.Namespace) -> None:
     target = None
     if args.target is not None:
         target = Llama.load(args.target, args.device, torch.float32, trainable=True)
-    with begin_run(Path(args.out), args.flags, FIXED):
+    with begin_run(Path(args.out), args.flags):
         train_student(args, stories, target)
 
 
@@ -492,7 +478,6 @@ def train_student(args: argparse.Namespace, stories: Sequence[str], target: Llam
     )
     say(shown("before", evaluate(student, held_out, target)))
     training = Training(student, text, target, sampled=sampled, recipe=recipe)
-    training.flags = args.flags
     training.run(out / "training.pt")
     say(shown("after", evaluate(student, held_out, target)))
     name = args.target or args.start

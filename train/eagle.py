@@ -19,8 +19,8 @@ and rows of logits.
 In step s a row attends to the rows of step 0 up to its own, and to its own row of each later step:
 what the cache will hold when that draft is made.
 
-Texts are kept in OUT/texts.jsonl, the state of training in OUT/training.pt: a killed run goes on,
-and OUT/run.json has its flags, so that it is told, or refused, if they are others.
+Texts are kept in OUT/texts.jsonl, the state of training in OUT/training.pt, the flags in
+OUT/run.json: a killed run goes on, with the same flags.
 With --autocast the products of training are in bfloat16; weights, losses, the optimizers, the
 telling of texts and the evaluation stay as they were.
 The folder is in the speculators layout, without the embedding, which is the target's.
@@ -77,7 +77,6 @@ from train.distill import (
 )
 from train.stories import hold_out, read_file
 
-FIXED = "program --target --bits --mlp --vocab"  # flags that say what is trained
 DECAY = 0.8  # of the loss, from one unrolled step to the next
 
 # ---- Texts that the target tells -----------------------------------------------------------------
@@ -418,7 +417,7 @@ def train(args: argparse.Namespace) -> None:
             f"held out: give {10 * args.batch} (--texts, and lines of --data), or a smaller --batch"
         )
     out = Path(args.out)
-    with begin_run(out, args.flags, FIXED):
+    with begin_run(out, args.flags):
         told = tell_texts(model, requests, out / "texts.jsonl", args.length)
         texts = [Text(text, request.num_prompt_tokens) for text, request in zip(told, requests)]
         if not args.data and not model.tokenizer.prompt(""):
@@ -438,7 +437,6 @@ def train(args: argparse.Namespace) -> None:
         training = HeadTraining(
             head, per_epoch, recipe, num_steps=args.unroll, autocast=args.autocast
         )
-        training.flags = args.flags
         training.run(out / "training.pt")
         say(evaluate_head(head, batches(held_out, args.batch), args.unroll))
         save_head(head, out, args.target)
