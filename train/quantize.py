@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from app.shell import Parser, alone_in, check_folder, number_or_word, say, status, write
+from app.shell import Parser, check_folder, number_or_word, say, status, write
 from checkpoint.config import Config
 from checkpoint.files import read_json
 from checkpoint.formats import Quantization
@@ -190,7 +190,8 @@ def store(
 ) -> None:
     """Write the folder --out."""
     out = Path(args.out)
-    check_empty(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"--out {out} exists and is not an empty folder: give a new one")
     check_folder(out)
     before = size(Llama(Config.load(source), "meta", seed=None))
     losses: dict[str, float] | None = {} if args.errors else None
@@ -198,20 +199,12 @@ def store(
         Llama.load(source, args.device, trainable=True), how, calibration, losses
     )
     out.mkdir(parents=True, exist_ok=True)
-    with alone_in(out):
-        check_empty(out)  # still: rounding may take hours
-        save(llama, source, out)
+    save(llama, source, out)
     after = size(llama)
     if losses is not None:
         print_losses(losses)
     say(f"{before:,} bytes in 16 bits, {after:,} in {how.name}: {after / before:.2f} of them")
     say(f"{out} holds the model: python generate.py --target {out}")
-
-
-def check_empty(out: Path) -> None:
-    """UserError if the folder holds something."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"--out {out} exists and is not an empty folder: give a new one")
 
 
 def print_losses(losses: dict[str, float]) -> None:

@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import quant
-from app.shell import alone_in
 from checkpoint.config import Config
 from checkpoint.formats import Quantization
 from conftest import check_refusals, largest_file, write_model
@@ -171,14 +170,6 @@ def drop_column(tensor: torch.Tensor) -> torch.Tensor:
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
 EMBED = "model.embed_tokens.weight"
-
-
-def test_two_programs_do_not_write_one_folder(tmp_path, small, capsys):
-    (tmp_path / "out").mkdir()
-    with alone_in(tmp_path / "out"):
-        assert run(small / "plain", "--out", tmp_path / "out") == 2
-    assert "written by another program" in capsys.readouterr().err
-    assert not [*(tmp_path / "out").iterdir()]
 
 
 def test_damaged_folder_is_refused_before_memory_is_asked_for(tmp_path, small, monkeypatch):
