@@ -254,20 +254,9 @@ def test_from_text_to_a_target_to_a_draft_to_fewer_heads(
 ) -> None:
     target, draft, merged = (str(tmp_path / name) for name in ("target", "draft", "merged"))
 
-    def run(flags: str, out: str, data: tuple[str, ...] = ("--data", stories)) -> None:
-        assert (
-            distill.main(
-                [
-                    *flags.split(),
-                    *data,
-                    "--out",
-                    out,
-                    *SIZES,
-                    *([] if "--from " in flags else SHAPE),
-                ]
-            )
-            == 0
-        )
+    def run(flags: str, out: str) -> None:
+        shape = [] if "--from " in flags else SHAPE
+        assert distill.main([*flags.split(), "--data", stories, "--out", out, *SIZES, *shape]) == 0
 
     run("--from-scratch --vocab 300 --layers 2 --steps 6", target)
     assert Llama.load(target, dtype=torch.float32).config.vocab_size == 300
@@ -278,7 +267,7 @@ def test_from_text_to_a_target_to_a_draft_to_fewer_heads(
     told = capsys.readouterr().err.splitlines()
     assert [line.split(":")[0] for line in (told[0], told[-1])] == ["before", "after"]
     assert Config.load(Path(merged)).num_key_value_heads == 1
-    run(f"--target {target} --steps 6 --tales 8", draft, data=())  # goes on
+    run(f"--target {target} --steps 6 --tales 4", draft)  # goes on
     captured = capsys.readouterr()
     assert "going on after step 4" in captured.err and "step     6 of 6" in captured.err
     assert "acceptance" in captured.err and captured.out == ""  # which nobody may read
