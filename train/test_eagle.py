@@ -194,8 +194,9 @@ def test_flags_reach_the_training_and_autocast_trains_on_plain_weights(base, tmp
     monkeypatch.setattr(HeadTraining, "run", lambda training, checkpoint: trained.append(training))
     monkeypatch.setattr(eagle, "evaluate_head", lambda _, texts, __: measured.extend(texts))
     sizes = "--texts 20 --length 12 --batch 2 --vocab 100 --bits 8 --overlap 0.5 --epochs 3"
-    command = ["--target", str(base), "--out", str(tmp_path), *sizes.split()]
-    assert eagle.main(command) == eagle.main([*command, "--autocast"]) == 0
+    for name, more in (("plain", []), ("autocast", ["--autocast"])):
+        command = ["--target", str(base), "--out", str(tmp_path / name), *sizes.split()]
+        assert eagle.main([*command, *more]) == 0
     assert trained[0].recipe == Hyperparameters(steps=3 * 9, decay=1.0, overlap=0.5)
     learned = [batch.tokens.tolist() for batch in trained[0].texts]
     texts = {str(text) for batch in learned for text in batch}
