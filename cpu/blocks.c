@@ -57,6 +57,7 @@ typedef float four __attribute__((vector_size(16)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int8_t bytes __attribute__((vector_size(LANES), aligned(1)));
 typedef int16_t shorts __attribute__((vector_size(2 * LANES), aligned(2)));
+typedef uint16_t halves __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint64_t longs __attribute__((vector_size(4 * LANES)));
 typedef uint16_t ushorts __attribute__((vector_size(2 * LANES), aligned(2)));
 #define INLINE static inline __attribute__((always_inline))
@@ -290,6 +291,7 @@ INLINE ints step_i8(const char *w, int c) {
     return QUADS ? *(const ints *)w : pairs_i8((const int8_t *)w);
 }
 INLINE ints step_i4(const char *w, int c) {
+    if (!QUADS && c == 3) return (ints)(*(const halves *)w >> 12);      // with nothing to mask
     return *(const ints *)w >> 4 * c & (QUADS ? 0x0F0F0F0F : 0x000F000F);
 }
 INLINE vec step_bf16(const char *w, int c) {
