@@ -585,9 +585,14 @@ INLINE uint64_t mix(uint64_t z) {                   // sampling.py: SplitMix64's
     return z ^ z >> 31;
 }
 
-// −log u of a u in (0, 1) with 52 random bits; log(2^n m) = n log 2 + 2 artanh((m − 1) / (m + 1))
-INLINE double exponential_of(uint64_t z) {
-    union { double d; uint64_t i; } u = { (double)(int64_t)(z >> 12) * 0x1p-52 + 0x1p-53 };
+// A u in (0, 1) with 52 random bits, made of the bits of a number in [1, 2).
+INLINE double uniform_of(uint64_t z) {
+    union { uint64_t i; double d; } one = { z >> 12 | 0x3FF0000000000000 };
+    return (one.d - 1) + 0x1p-53;
+}
+// −log u; log(2^n m) = n log 2 + 2 artanh((m − 1) / (m + 1))
+INLINE double exponential_of(double uniform) {
+    union { double d; uint64_t i; } u = { uniform };
     int64_t n = (int64_t)(u.i - 0x3FE6A09E667F3BCD) >> 52;
     u.i -= (uint64_t)n << 52;                       // m: from √½ to √2
     double s = (u.d - 1) / (u.d + 1), w = s * s;
@@ -599,21 +604,26 @@ INLINE double exponential_of(uint64_t z) {
 
 // argmax of p / E: an index with these probabilities; `picked` if no p is above 0.
 // tokens: where E is that of other indices than p's own, these; or 0.
+// As E = −log u ≥ 1 − u, a p up to (1 − u) · the best so far cannot win: few logarithms are needed.
 #define PICK(kind, type)                                                                           \
 INLINE int64_t one_pick_##kind(const type *p, const int64_t *tokens, int64_t stream, long V,       \
                                int64_t picked) {                                                   \
     uint64_t start = mix((uint64_t)stream);                                                        \
-    double best = -1, score[256];                                                                  \
+    double best = -1, u[256], score[256];                                                          \
     for (long at = 0; at < V; at += 256, p += 256) {                                               \
-        long n = least(V - at, 256);                                                               \
+        long n = least(V - at, 256), can_win = 0;                                                  \
         type mass = 0;                                                                             \
         _Pragma("omp simd reduction(+:mass)")                                                      \
         for (long i = 0; i < n; i++) mass += p[i];                                                 \
         if (mass == 0) continue;                                                                   \
+        double beaten = best * (1 - 1e-9) - 1e-300;                    /* by more than rounding */ \
         for (long i = 0; i < n; i++) {                                                             \
             uint64_t count = (tokens ? tokens[at + i] : at + i) + 1;                               \
-            score[i] = p[i] / exponential_of(mix(start + count * 0x9E3779B97F4A7C15));             \
+            u[i] = uniform_of(mix(start + count * 0x9E3779B97F4A7C15));                            \
+            can_win |= p[i] > (1 - u[i]) * beaten;                                                 \
         }                                                                                          \
+        if (!can_win) continue;                                                                    \
+        for (long i = 0; i < n; i++) score[i] = p[i] / exponential_of(u[i]);                       \
         for (long i = 0; i < n; i++)                                                               \
             if (score[i] > best) { best = score[i]; picked = at + i; }                             \
     }                                                                                              \
