@@ -43,6 +43,7 @@ def test_a_bug_is_planted_once_and_taken_away():
             pass
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_and_a_terminal_without_unicode_are_no_bugs():
     """museum.py is a program: its first line reaches `head -1`, and there is no traceback."""
     done = subprocess.run(

@@ -256,6 +256,7 @@ def test_groups_keep_large_channels_from_spoiling_a_key():
 # ---- Models
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="memory is read from /proc")
 def test_quantizing_at_load_never_has_the_plain_model_in_memory():
     llama = Llama(Config(**SMALL | LARGE), "meta", seed=None)

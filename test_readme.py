@@ -184,6 +184,7 @@ def test_a_page_shows_its_claim(page, capsys, monkeypatch):
     assert len(capsys.readouterr().out.splitlines()) >= 3
 
 
+@pytest.mark.slow
 def test_nothing_runs_at_import():
     usable = [name for name in MODULES if find_spec("triton") or not name.startswith("gpu.")]
     done = program("-c", "import " + ", ".join(usable))

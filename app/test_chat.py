@@ -62,6 +62,7 @@ class Terminal:
         return code
 
 
+@pytest.mark.slow
 def test_a_chat_at_a_pseudo_terminal(instruct, tmp_path):
     terminal = Terminal("--target", instruct, "--max-tokens", "4", "--seed", "1")
     greeting = terminal.read_until("> ")
@@ -90,6 +91,7 @@ def test_a_chat_at_a_pseudo_terminal(instruct, tmp_path):
     assert terminal.end() == 0
 
 
+@pytest.mark.slow
 def test_the_prompt_is_shown_dimmed_before_its_continuation_and_never_in_a_pipe(capsys):
     flags = ("--max-tokens", "3", "--seed", "1", "Once upon")
     assert cli.main([*flags]) == 0

@@ -137,6 +137,7 @@ def test_unsupported_settings_of_the_model_are_noted(tmp_path, capsys):
     assert len(told) == 2 and not any("num_beams" in str(note.message) for note in told)
 
 
+@pytest.mark.slow
 def test_it_runs_as_a_program_and_tells_once_that_there_is_no_c(monkeypatch):
     monkeypatch.setenv("CC", "/no/such/compiler")
     done = program("generate.py", "--device", "cpu", "--max-tokens", "3", "--seed", "1", "Hi")

@@ -137,6 +137,7 @@ def test_what_is_no_body_has_a_bound():
     play(scenario)
 
 
+@pytest.mark.slow
 def test_an_answer_that_nobody_reads_is_dropped(monkeypatch):
     """After a while, or where there are too many connections; one that is read slowly is not."""
     long = GET.replace(b"/ ", b"/?4000000 ") + b"\r\n"

@@ -93,6 +93,7 @@ def test_weights_larger_than_memory_are_refused_before_any_is_asked_for(tmp_path
 # ---- Memory
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="read from Linux's /proc")
 def test_loading_never_takes_more_than_the_model_and_one_tensor():
     """And brings no torch._dynamo, which arithmetic on meta tensors does: seconds of a start."""

@@ -17,6 +17,7 @@ NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% e
 TWICE = "{% macro a(n) %}{% if n %}{{ a(n - 1) }}{{ a(n - 1) }}{% endif %}{% endmacro %}{{ a(60) }}"
 
 
+@pytest.mark.slow
 def test_each_bound_is_told_by_name_and_the_next_text_is_right(monkeypatch):
     shared = sandbox.renderer()
     monkeypatch.setattr(sandbox, "SECONDS", 60)  # a busy machine is slow to give so much memory

@@ -26,6 +26,7 @@ def quick() -> dict:
 # ---- What is measured
 
 
+@pytest.mark.slow
 def test_every_section_has_a_table_and_no_name_of_this_machine(quick):
     titles = [section.title for section in report.sections(quick)]
     num_missing = find_spec("llguidance") is None  # an extra package
@@ -34,6 +35,7 @@ def test_every_section_has_a_table_and_no_name_of_this_machine(quick):
     assert "/" not in json.dumps(quick).replace("8/4", "")
 
 
+@pytest.mark.slow
 def test_the_combined_table_is_cumulative_and_exact_rows_say_the_same(quick):
     rows = quick["stack"]
     assert [row["name"] for row in rows] == [technique.name for technique in pair.STACK]
@@ -49,12 +51,14 @@ def test_the_combined_table_is_cumulative_and_exact_rows_say_the_same(quick):
     assert rows[5]["weight_bytes"] < 0.4 * rows[4]["weight_bytes"]
 
 
+@pytest.mark.slow
 def test_waste_falls_with_the_size_of_a_block(quick):
     shares = [row["waste"] for row in quick["waste"]]
     assert shares == sorted(shares, reverse=True)
     assert shares[0] > 0.4 and shares[-1] == 0
 
 
+@pytest.mark.slow
 def test_loss_is_over_the_first_row(quick):
     first, *rows = quick["bits"]
     assert first["loss"] == 0
@@ -78,6 +82,7 @@ def test_what_was_measured_before_stays(tmp_path, monkeypatch):
     assert stored["stack"] == [1] and stored["waste"] == [2] and stored["machine"]
 
 
+@pytest.mark.slow
 def test_documents_are_made_of_the_results_that_they_name(tmp_path, monkeypatch, quick):
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "m.json").write_text(json.dumps(quick))

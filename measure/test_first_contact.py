@@ -46,6 +46,7 @@ def first(monkeypatch):
     return run
 
 
+@pytest.mark.slow
 def test_a_step_that_dies_or_hangs_is_named_and_the_next_one_is_clean(first, capfd):
     good = [("a",), ("b",)]
     status, stored = first(

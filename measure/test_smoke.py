@@ -66,6 +66,7 @@ class Broken(Ops):
         return super().pick(probs, streams + 1)
 
 
+@pytest.mark.slow
 def test_what_is_wrong_is_told_and_the_rest_goes_on(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(smoke, "checked_ops", lambda scale: Broken())
     monkeypatch.setattr(smoke, "WAYS", ("16 bits", "INT8"))

@@ -67,6 +67,7 @@ def test_perplexity_is_that_of_decoding_with_these_kv_bits(llama, monkeypatch):
     assert perplexity(llama, TEXTS) != pytest.approx(by_hand, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_line_for_each(folder, llama, tmp_path, capsys):
     (text := tmp_path / "text").write_text("Some text of a few words, again and again. " * 4)
     (data := tmp_path / "data").write_text("Other words, a few of them. " * 9)
