@@ -11,8 +11,8 @@
 
 Invariant: results are those of kernels.Ops up to the order of sums.
 
-Not covered: one call for x in bfloat16, for drafts of several sequences, or for drafts with top-k,
-top-p, min-p or a grammar.
+Not covered: one call for x in bfloat16, for drafts of several sequences, or for drafts with a
+grammar.
 
     T tokens of a step · B sequences · H, G query and key/value heads · D head size
     C hidden_size · V vocab_size
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -35,7 +35,7 @@ from eagle import EagleHead, HeadChain
 from kernels import HeadNorm, Linear, Ops, rotated
 from kvcache import AttentionMetadata, KVCache, KVSpec
 from quant import Quantized
-from sampling import Keyed, Setting, check_tokens, column
+from sampling import Keyed, Setting, check_tokens
 from settings import SETTINGS
 
 if TYPE_CHECKING:
@@ -102,27 +102,10 @@ class CPU(Ops):
     # ---- Sampling
 
     def probabilities(self, logits: Tensor, masked: bool = True, **settings: Setting) -> Tensor:
-        """Rows without filters are C's, whatever filters the rows beside them have."""
-        plain = partial(super().probabilities, logits, masked, **settings)
-        if not logits.numel() or not native.serves(logits):
-            return plain()
-        chosen = SETTINGS | {name: value for name, value in settings.items() if value is not None}
-        temperature = chosen.pop("temperature")
-        asked = []  # by the filters that not all rows share: bool[B, 1] each
-        for name, value in chosen.items():
-            neutral = SETTINGS.get(name)  # None: a setting that only plain torch knows
-            if neutral is not None and isinstance(value, Tensor):
-                asked.append(column(value, logits) != neutral)
-            elif neutral is None or value != neutral:
-                return plain()
-        if not asked:
-            return native.softmax(logits, temperature, masked)
-        is_free = ~torch.cat(asked, 1).any(1)  # bool[B]
-        probs = plain()
-        if is_free.any():
-            of_rows = column(temperature, logits)[is_free]
-            probs[is_free] = native.softmax(logits[is_free], of_rows, masked)
-        return probs
+        all_known = settings.keys() <= SETTINGS.keys()
+        if all_known and logits.numel() and native.serves(logits):
+            return native.probabilities(logits, masked, **settings)
+        return super().probabilities(logits, masked, **settings)
 
     def pick(self, probs: Tensor, streams: Tensor) -> Tensor:
         if probs.shape[1] and native.library():
@@ -189,7 +172,7 @@ class CPU(Ops):
         return native.product(x, llama.head)
 
     def chain(self, chain: Chain, round: Round) -> Proposal | None:
-        """The drafts of a lone sequence without filters."""
+        """The drafts of a lone sequence."""
         if not drafts_in_c(chain, round):
             return None
         model = self.native_model(chain.model)
@@ -236,30 +219,22 @@ def attends_in_c(metadata: AttentionMetadata) -> bool:
 
 def drafts_in_c(chain: Chain, round: Round) -> bool:
     """Whether drafts are one call: of a lone sequence with few unread tokens, coins that C can
-    compute, no filters, no grammar."""
+    compute, no grammar."""
     if type(chain) not in (ModelChain, HeadChain) or len(round.num_drafts) != 1:
         return False
     if isinstance(chain, ModelChain) and len(chain.new[0]) > ONE_CALL:
         return False
     if round.masks is not None:
         return False
-    if native.cache_layout(chain.cache) is None or not isinstance(round.coins, Keyed):
-        return False
-    for name, neutral in SETTINGS.items():
-        value = round.setting(name)[0]
-        if name != "temperature" and value is not None and value != neutral:
-            return False
-    return True
+    return native.cache_layout(chain.cache) is not None and isinstance(round.coins, Keyed)
 
 
 def draws(round: Round) -> native.Draws:
     """How the drafts of a lone sequence are drawn."""
-    temperature = round.setting("temperature")[0]
-    if temperature is None:
-        temperature = SETTINGS["temperature"]
+    settings = native.settings_of({name: round.setting(name)[0] for name in SETTINGS}, 1)
     first = round.first_draft_coin
     coins = round.coins[first : first + round.num_drafts[0]]
-    return native.Draws(temperature, coins.streams, round.vocab_size)
+    return native.Draws(settings, coins.streams, round.vocab_size)
 
 
 @cache

@@ -720,19 +720,91 @@ static float soften(const float *x, float *p, long V, float t, long masked) {
     return all;
 }
 
-// x, p: [B, V]; t: [B] -> how many rows are not finite.
-long soften_rows(const float *x, float *p, const double *t, long B, long V, long masked) {
+// Those of sampling.probabilities.
+typedef struct { double temperature, top_k, top_p, min_p; } Settings;
+typedef struct { float p; uint32_t token; } Candidate;
+
+INLINE int digit(float p, int shift) {              // the larger p, the smaller
+    union { float f; uint32_t i; } bits = { p };
+    return 2047 - (bits.i >> shift & 2047);
+}
+// Sort n candidates, the largest p first, equal ones as they were: by eleven bits at a time, from
+// the lowest (the bits of positive numbers are in the order of the numbers). -> x or room.
+static Candidate *sorted(Candidate *x, Candidate *room, long n) {
+    for (int shift = 0; shift < 32; shift += 11) {
+        long place[2049] = {0};                     // of the next one with these bits
+        for (long i = 0; i < n; i++) place[digit(x[i].p, shift) + 1]++;
+        for (int d = 0; d < 2048; d++) place[d + 1] += place[d];
+        for (long i = 0; i < n; i++) room[place[digit(x[i].p, shift)]++] = x[i];
+        Candidate *swap = x;
+        x = room, room = swap;
+    }
+    return x;
+}
+
+// Tokens with at least this probability, which is not 0 -> how many.
+static long candidates(const float *p, long V, float smallest, Candidate *found) {
+    long n = 0;
+    for (long at = 0, end; at < V; at = end) {
+        end = least(V, at + 256);
+        if (largest(p + at, end - at) < smallest) continue;
+        for (long i = at; i < end; i++)
+            if (p[i] >= smallest && p[i] > 0) found[n++] = (Candidate){ p[i], i };
+    }
+    return n;
+}
+
+// Top-k, top-p and min-p: each keeps the first of the sorted p, [V]. Mostly some likely ones tell
+// how many; a sort of all would take long.
+static void filter(float *p, long V, const Settings *settings) {
+    long k = settings->top_k >= 1 && settings->top_k < V ? settings->top_k : 0;     // 0: all
+    long n, kept;
+    if (!k && settings->top_p >= 1 && settings->min_p <= 0) return;
+    Candidate *found = malloc(2 * V * sizeof *found), *best;
+    double top = largest(p, V), all = 0, mass;
+    #pragma omp simd reduction(+:all)
+    for (long i = 0; i < V; i++) all += p[i];
+    for (double share = 0x1p-12; ; share = 0) {
+        n = candidates(p, V, share * top, found);
+        best = sorted(found, found + V, n);
+        if (k) all = 0;
+        for (long i = 0; i < least(k, n); i++) all += best[i].p;
+        for (mass = kept = 0; kept < n; mass += best[kept++].p) {
+            if (k && kept == k) break;
+            if (mass >= settings->top_p * all && settings->top_p < 1) break;
+            if (best[kept].p < settings->min_p * top) break;
+        }
+        if (share == 0 || (k ? k <= n : kept < n)) break;           // more would change nothing
+    }
+    memset(p, 0, V * sizeof *p);
+    for (long i = 0; i < kept; i++) p[best[i].token] = best[i].p / mass;
+    free(found);
+}
+
+// The distribution that is drawn from: [V], made of logits x -> whether x is finite, as `soften`
+// says.
+static int probabilities(const float *x, float *p, long V, const Settings *settings, long masked) {
+    if (isnan(soften(x, p, V, settings->temperature, masked))) return 0;
+    if (settings->temperature != 0) filter(p, V, settings);
+    return 1;
+}
+
+// x, p: [B, V]; settings: [B] -> how many rows are not finite.
+long probabilities_of_rows(const float *x, float *p, const Settings *settings, long B, long V,
+                           long masked) {
     long wrong = 0;
     #pragma omp parallel for reduction(+:wrong) if (B > 1 && B * V > 1 << 14)
-    for (long b = 0; b < B; b++) wrong += isnan(soften(x + b * V, p + b * V, V, t[b], masked));
+    for (long b = 0; b < B; b++)
+        wrong += !probabilities(x + b * V, p + b * V, V, settings + b, masked);
     return wrong;
 }
 
 // k tokens of a sequence, each picked with its own stream before the next pass: drafted[k], −1
 // before. q: [k, V], or 0 where nobody reads what they were picked from. x: [T, C], of the tokens
 // before them; step: of T + k − 1 tokens.
-void drafts(const Model *m, float *x, const float *angles, const Step *step, long T, float t,
-            const int64_t *streams, int64_t *drafted, float *q, long k, long V) {
+void drafts(const Model *m, float *x, const float *angles, const Step *step, long T,
+            const Settings *settings, const int64_t *streams, int64_t *drafted, float *q, long k,
+            long V) {
     long C = m->head->K;
     float *out = allocate((T * C + m->head->N) * sizeof *out), *logits = out + T * C;
     Step now = *step;
@@ -740,7 +812,7 @@ void drafts(const Model *m, float *x, const float *angles, const Step *step, lon
         layers(m, x, out, angles, &now, T, 0, 0, 0);
         product(out + (T - 1) * C, m->head, logits, 1);
         float *p = q ? q + j * V : logits;
-        if (isnan(soften(logits, p, V, t, 0))) break;
+        if (!probabilities(logits, p, V, settings, 0)) break;
         pick_f32(p, streams + j, drafted + j, 1, V);
         rows(m->embed, drafted + j, x, 1);
         now.positions += T, now.slot_mapping += T, T = 1;
@@ -782,8 +854,9 @@ void head_rows(const Head *h, const float *f, const int64_t *tokens, float *z, c
 
 // k drafts of a sequence, as in `drafts`, from the newest row's z: [C], which is overwritten.
 // q: [k, V], zeros before, or 0. step: of k − 1 tokens; k = 1: none.
-void head_drafts(const Head *h, float *z, const float *angles, const Step *step, float t,
-                 const int64_t *streams, int64_t *drafted, float *q, long k, long V) {
+void head_drafts(const Head *h, float *z, const float *angles, const Step *step,
+                 const Settings *settings, const int64_t *streams, int64_t *drafted, float *q,
+                 long k, long V) {
     const Model *m = &h->model;
     long C = m->head->K, n = m->head->N;
     float *y = allocate((C + n) * sizeof *y), *p = y + C;
@@ -791,7 +864,7 @@ void head_drafts(const Head *h, float *z, const float *angles, const Step *step,
     for (long j = 0; j < k; j++) {
         if (!h->norm_output) add_norm(z, 0, m->norm, 0, y, 1, C, m->eps);
         product(h->norm_output ? z : y, m->head, p, 1);
-        if (isnan(soften(p, p, n, t, 0))) break;
+        if (!probabilities(p, p, n, settings, 0)) break;
         if (q) for (long i = 0; i < n; i++) q[j * V + h->tokens[i]] = p[i];
         int64_t picked = one_pick_f32(p, h->tokens, streams[j], n, -1);
         drafted[j] = h->tokens[picked];

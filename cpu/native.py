@@ -68,7 +68,8 @@ from torch import Tensor
 from cpu.compiled import compile_library, is_mac, private_folder
 from kernels import HeadNorm, Linear
 from quant import Kind, Quantized, nf4
-from sampling import Keyed, NotFinite, accept_role, column
+from sampling import Keyed, NotFinite, Setting, accept_role, column
+from settings import SETTINGS
 
 if TYPE_CHECKING:
     from eagle import EagleHead
@@ -423,15 +424,25 @@ def swiglu(x: Tensor) -> Tensor:
     return y
 
 
-def softmax(logits: Tensor, temperature: float | Tensor, masked: bool = True) -> Tensor:
-    """softmax(logits / temperature): [B, V], V > 0; temperature 0: one-hot at the first maximum.
+def settings_of(settings: dict[str, Setting], B: int) -> Tensor:
+    """The settings of B rows, as C's `Settings`: float64[B, 4]."""
+    rows = torch.empty(B, 0)
+    columns = []
+    for name, neutral in SETTINGS.items():
+        value = settings.get(name)
+        columns.append(column(neutral if value is None else value, rows))
+    return torch.cat(columns, 1)
 
-    temperature: of all rows, or of each. NotFinite if a row is not finite; masked: it may have −∞.
+
+def probabilities(logits: Tensor, masked: bool = True, **settings: Setting) -> Tensor:
+    """What sampling.probabilities returns. logits: float32[B, V], V > 0 -> float32[B, V].
+
+    NotFinite if a row is not finite; masked: it may have −∞.
     """
     B, V = logits.shape
     probs = torch.empty(B, V)
-    t = column(temperature, logits)
-    if call("soften_rows", logits.contiguous(), probs, t, B, V, masked):
+    of_rows = settings_of(settings, B)
+    if call("probabilities_of_rows", logits.contiguous(), probs, of_rows, B, V, masked):
         raise NotFinite
     return probs
 
@@ -564,7 +575,7 @@ def angles_for(
 class Draws(NamedTuple):
     """How the next k tokens of a sequence are drawn, from the first V."""
 
-    temperature: float
+    settings: Tensor  # of `settings_of`: float64[1, 4]
     streams: Tensor  # int64[k, 1], contiguous
     V: int
 
@@ -572,7 +583,7 @@ class Draws(NamedTuple):
         """What C gets. proposal: float32, to be filled; a token stays −1 if its logits are not
         finite."""
         k = len(self.streams)
-        return self.temperature, self.streams, proposal.tokens, proposal.q, k, self.V
+        return self.settings, self.streams, proposal.tokens, proposal.q, k, self.V
 
 
 class LayerWeights(Struct):

@@ -165,6 +165,9 @@ def sampled(ops: Ops) -> Iterator[Trial]:
     result = ops.probabilities(logits, temperature=temperature)
     probs = PLAIN.probabilities(logits, temperature=temperature)
     yield Trial("softmax", result, probs)
+    filters = dict(top_k=torch.tensor([0, 5, 9]).repeat(3), top_p=0.8, min_p=0.05)
+    result = ops.probabilities(logits, **filters)
+    yield Trial("filters", result, PLAIN.probabilities(logits, **filters))
     coin = Keyed(torch.arange(9), torch.arange(9))
     yield Trial("pick", ops.pick(probs, coin.streams), coin.pick(probs))
     coin = coin[:3]

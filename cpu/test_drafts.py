@@ -148,13 +148,12 @@ def test_a_model_that_nobody_has_any_more_is_not_kept():
 
 
 CASES = [
-    ({}, dict(top_p=1.0, top_k=0, min_p=0.0), True),  # filters that filter nothing
     ({}, dict(gamma=17), True),
     ({}, dict(bits="8/4"), True),
     ({}, dict(bits="4"), True),
-    ({}, dict(top_p=0.9), False),
-    ({}, dict(top_k=3), False),
-    ({}, dict(min_p=0.1), False),
+    ({}, dict(top_p=0.9), True),
+    ({}, dict(top_k=3, temperature=1e-3), True),
+    ({}, dict(min_p=0.1, coupled=True), True),
     ({}, dict(texts=2), False),
     ({}, dict(coin=Walk([()] * 6)), False),  # proofs walk through every pick
     (dict(dtype=torch.bfloat16), {}, False),

@@ -114,29 +114,47 @@ def test_ties_go_to_the_first_at_temperature_0():
     logits = torch.zeros(3, 50)
     logits[1, [7, 30, 49]] = 2
     logits[2, [0, 49]] = 1
-    probs = native.softmax(logits, 0)
+    probs = native.probabilities(logits, temperature=0)
     assert probs.argmax(1).tolist() == [0, 7, 0] and probs.sum(1).tolist() == [1, 1, 1]
 
 
-def test_c_makes_probabilities_of_a_temperature_alone(monkeypatch):
-    called = []
-    softmax = native.softmax
-    monkeypatch.setattr(native, "softmax", lambda *args: called.append(1) or softmax(*args))
+@given(
+    st.integers(1, 3),
+    st.integers(1, 6000),
+    st.sampled_from([0.1, 1, 4, 12]),  # how far logits are from each other
+    st.booleans(),
+    st.fixed_dictionaries(
+        dict(
+            temperature=st.sampled_from([0, 0.3, 1, 2]),
+            top_k=st.sampled_from([0, 1, 3, 40, 5000, 2**31]),
+            top_p=st.sampled_from([1e-300, 0.5, 0.9, 0.999, 1]),
+            min_p=st.sampled_from([0, 0.001, 0.3, 1]),
+        )
+    ),
+)
+def test_c_filters_what_torch_filters(B, V, spread, ties, settings):
+    """Where some likely tokens tell what is kept, and where only all do; and of equal logits the
+    first."""
+    torch.manual_seed(V)
+    logits = spread * torch.randn(B, V)
+    if ties:
+        logits = logits.round()
+    logits[:, V // 2] = -math.inf if V > 1 else 0
+    probs = native.probabilities(logits, **settings)
+    wanted = sampling.probabilities(logits, **settings)
+    torch.testing.assert_close(probs, wanted, atol=1e-6, rtol=1e-5)
+    assert torch.equal(native.probabilities(logits[-1:], **settings), probs[-1:])
+
+
+def test_c_makes_all_probabilities_of_float32(monkeypatch):
+    """Each row with settings of its own; one with neutral filters is what it is without, to the
+    bit."""
+    monkeypatch.setattr(sampling, "probabilities", None)
     logits = torch.randn(2, 30)
-    for settings_, in_c in (
-        (dict(temperature=0.7), True),
-        (dict(temperature=0), True),
-        (dict(temperature=0.7, top_k=3), False),
-        (dict(temperature=0.7, top_p=0.8), False),
-        (dict(temperature=torch.tensor([0.5, 0.0])), True),
-        (dict(min_p=0.1), False),
-        (dict(top_k=torch.tensor([3, 0])), True),  # the second row alone
-        (dict(), True),
-    ):
-        called.clear()
-        probs = CPU().probabilities(logits, **settings_)
-        torch.testing.assert_close(probs, sampling.probabilities(logits, **settings_))
-        assert bool(called) == in_c, settings_
+    alone = CPU().probabilities(logits, temperature=0.7)
+    settings = dict(top_k=torch.tensor([3, 0]), top_p=torch.tensor([0.8, 1.0]), min_p=None)
+    probs = CPU().probabilities(logits, temperature=0.7, **settings)
+    assert torch.equal(probs[1], alone[1]) and 1 <= (probs[0] > 0).sum() <= 3
 
 
 def test_verifying_is_c_with_keyed_coins_alone():

@@ -51,6 +51,7 @@ PLANTS = [
     ("all[i] = exponentials(p + i * keys_wide", "if (WRONG) continue; ...", "attention"),
     ("y[i + half] = two * cos[i] + one * sin[i];", "... if (WRONG) y[i] = one;", "attention"),
     ("all = total;", "... if (WRONG) all = 1;", "softmax"),
+    ("x = room, room = swap;", "if (!(WRONG)) ...", "filters"),
     ("{ best = score[i]; picked = at + i; }", "... if (WRONG) picked = 0;", "pick"),
     ("ended[b] = j;", "... if (WRONG) ended[b] = 0;", "verify"),
 ]
