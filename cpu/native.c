@@ -742,14 +742,13 @@ static Candidate *sorted(Candidate *x, Candidate *room, long n) {
     return x;
 }
 
-// Tokens with at least this probability, which is not 0 -> how many.
-static long candidates(const float *p, long V, float smallest, Candidate *found) {
+// Tokens with a probability above this one -> how many.
+static long candidates(const float *p, long V, float bound, Candidate *found) {
     long n = 0;
     for (long at = 0, end; at < V; at = end) {
         end = least(V, at + 256);
-        if (largest(p + at, end - at) < smallest) continue;
-        for (long i = at; i < end; i++)
-            if (p[i] >= smallest && p[i] > 0) found[n++] = (Candidate){ p[i], i };
+        if (largest(p + at, end - at) <= bound) continue;
+        for (long i = at; i < end; i++) if (p[i] > bound) found[n++] = (Candidate){ p[i], i };
     }
     return n;
 }

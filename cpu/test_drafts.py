@@ -185,6 +185,7 @@ def head_round(
     coupled: bool,
     temperature: float | None,
     V: int = SMALL["vocab_size"],
+    **filters: float,
 ) -> list[torch.Tensor]:
     """Rows of two texts, then k drafts of the first -> all that this computes and stores. What
     drafts store is for no other text to find."""
@@ -200,7 +201,7 @@ def head_round(
         store.parts[0].zero_()
     generator = torch.Generator().manual_seed(1)
     f = torch.randn(len(tokens), head.config.hidden_size, generator=generator)
-    request = Request(list(TEXT), Settings(temperature, seed=5, max_tokens=20), seq=seq)
+    request = Request(list(TEXT), Settings(temperature, seed=5, max_tokens=20, **filters), seq=seq)
     round = Round([request], [k], Drawing(V, coupled), target=Place())
     native_model = CPU.native_model if one_call else lambda *_: None
     with (
@@ -229,9 +230,16 @@ def test_a_head_in_one_call_is_that_operation_by_operation(flags):
     drafted = range(261) if flags.get("has_offsets") is False else range(0, 261, 2)
     head = random_head(target, drafted, dtype=torch.float32, **flags).pack_weights()
     num_different = 0
-    for how in ((4, False, 1.0), (1, False, 0.7), (5, True, None), (3, False, 0), (2, True, 1e-3)):
-        made = head_round(head, True, *how)
-        for x, wanted in zip(made, head_round(head, False, *how), strict=True):
+    for *how, filters in (
+        (4, False, 1.0, {}),
+        (1, False, 0.7, dict(top_k=30)),
+        (5, True, None, {}),
+        (3, False, 0, dict(top_p=0.9)),
+        (2, True, 1e-3, {}),
+        (3, False, 2.0, dict(top_p=0.9, min_p=0.01)),
+    ):
+        made = head_round(head, True, *how, **filters)
+        for x, wanted in zip(made, head_round(head, False, *how, **filters), strict=True):
             torch.testing.assert_close(x, wanted, atol=1e-4, rtol=1e-4)
         num_different += len(set(made[0][0].tolist()))
     assert num_different > 9  # not one token all the time

@@ -143,6 +143,7 @@ def test_c_filters_what_torch_filters(B, V, spread, ties, settings):
     probs = native.probabilities(logits, **settings)
     wanted = sampling.probabilities(logits, **settings)
     torch.testing.assert_close(probs, wanted, atol=1e-6, rtol=1e-5)
+    assert (probs[wanted > 1e-30] > 0).all() and not probs[wanted == 0].any()
     assert torch.equal(native.probabilities(logits[-1:], **settings), probs[-1:])
 
 
