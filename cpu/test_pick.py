@@ -147,6 +147,22 @@ def test_c_filters_what_torch_filters(B, V, spread, ties, settings):
     assert torch.equal(native.probabilities(logits[-1:], **settings), probs[-1:])
 
 
+def test_filters_keep_unlikely_tokens_where_the_likely_ones_are_too_few():
+    """One token is likely; 5,000 others have 6e-6 of its probability, or 9e-27."""
+    for gap, settings, kept in (
+        (-12, dict(top_p=0.99), range(2000, 5000)),
+        (-12, dict(top_k=40), [40]),
+        (-12, dict(top_k=40, top_p=0.9999), range(2, 40)),
+        (-12, dict(min_p=1e-6), [5001]),
+        (-60, dict(top_k=40), [40]),
+    ):
+        logits = torch.full((1, 5001), float(gap))
+        logits[0, 7] = 0
+        probs = native.probabilities(logits, **settings)
+        assert (probs > 0).sum() in kept, settings
+        assert torch.equal(probs > 0, sampling.probabilities(logits, **settings) > 0), settings
+
+
 def test_c_makes_all_probabilities_of_float32(monkeypatch):
     """Each row with settings of its own; one with neutral filters is what it is without, to the
     bit."""
