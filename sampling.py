@@ -22,7 +22,7 @@ pick the same token.
 Invariant: `accept` is u < prob with u in [0, 1), so it never accepts probability 0, and always
 accepts probability 1. (The u of `pick` is half a step larger, so that its logarithm is finite.)
 Cost: a sort of the vocabulary for top-k and top-p. gpu/draw.py finds their thresholds without it,
-and cpu/native.c sorts the likely tokens alone.
+and cpu/ sorts the likely tokens alone.
 
     B rows, one request each · k drafted tokens · V vocabulary
     key: a hash's input for (seed, position) · stream: key ^ role, the input for one pick

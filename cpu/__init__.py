@@ -104,7 +104,7 @@ class CPU(Ops):
     def probabilities(self, logits: Tensor, masked: bool = True, **settings: Setting) -> Tensor:
         all_known = settings.keys() <= SETTINGS.keys()
         if all_known and logits.numel() and native.serves(logits):
-            return native.probabilities(logits, masked, **settings)
+            return native.row_probabilities(logits, masked, **settings)
         return super().probabilities(logits, masked, **settings)
 
     def pick(self, probs: Tensor, streams: Tensor) -> Tensor:
@@ -231,7 +231,7 @@ def drafts_in_c(chain: Chain, round: Round) -> bool:
 
 def draws(round: Round) -> native.Draws:
     """How the drafts of a lone sequence are drawn."""
-    settings = native.settings_of({name: round.setting(name)[0] for name in SETTINGS}, 1)
+    settings = native.setting_rows({name: round.setting(name)[0] for name in SETTINGS}, 1)
     first = round.first_draft_coin
     coins = round.coins[first : first + round.num_drafts[0]]
     return native.Draws(settings, coins.streams, round.vocab_size)

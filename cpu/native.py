@@ -424,7 +424,7 @@ def swiglu(x: Tensor) -> Tensor:
     return y
 
 
-def settings_of(settings: dict[str, Setting], B: int) -> Tensor:
+def setting_rows(settings: dict[str, Setting], B: int) -> Tensor:
     """The settings of B rows, as C's `Settings`: float64[B, 4]."""
     rows = torch.empty(B, 0)
     columns = []
@@ -434,14 +434,14 @@ def settings_of(settings: dict[str, Setting], B: int) -> Tensor:
     return torch.cat(columns, 1)
 
 
-def probabilities(logits: Tensor, masked: bool = True, **settings: Setting) -> Tensor:
+def row_probabilities(logits: Tensor, masked: bool = True, **settings: Setting) -> Tensor:
     """What sampling.probabilities returns. logits: float32[B, V], V > 0 -> float32[B, V].
 
     NotFinite if a row is not finite; masked: it may have −∞.
     """
     B, V = logits.shape
     probs = torch.empty(B, V)
-    of_rows = settings_of(settings, B)
+    of_rows = setting_rows(settings, B)
     if call("probabilities_of_rows", logits.contiguous(), probs, of_rows, B, V, masked):
         raise NotFinite
     return probs
@@ -575,7 +575,7 @@ def angles_for(
 class Draws(NamedTuple):
     """How the next k tokens of a sequence are drawn, from the first V."""
 
-    settings: Tensor  # of `settings_of`: float64[1, 4]
+    settings: Tensor  # of `setting_rows`: float64[1, 4]
     streams: Tensor  # int64[k, 1], contiguous
     V: int
 
