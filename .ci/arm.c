@@ -19,7 +19,7 @@ static void read_all(void *to, long size) { if (fread(to, 1, size, stdin) != siz
 static const struct { const char *name; void *function; } FUNCTIONS[] = {
     FUNCTION(product), FUNCTION(rows), FUNCTION(add_norm), FUNCTION(swiglu),
     FUNCTION(attend), FUNCTION(layers), FUNCTION(pick_f32), FUNCTION(pick_f64),
-    FUNCTION(verify_drafts), FUNCTION(soften_rows), FUNCTION(drafts), FUNCTION(head_rows),
+    FUNCTION(verify_drafts), FUNCTION(probabilities_of_rows), FUNCTION(drafts), FUNCTION(head_rows),
     FUNCTION(head_drafts),
 };
 
