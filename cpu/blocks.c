@@ -65,6 +65,19 @@ typedef uint16_t ushorts __attribute__((vector_size(2 * LANES), aligned(2)));
 // From a line of the processor's cache on; macOS allocates whole ones.
 INLINE void *allocate(long bytes) { return aligned_alloc(64, (bytes + 63) / 64 * 64); }
 
+// Whether this CPU has the widest registers that were compiled for: LLAMA_MARCH may name another.
+long runs_here() {
+#if defined __AVX512VNNI__
+    return __builtin_cpu_supports("avx512vnni") != 0;
+#elif defined __AVX512F__
+    return __builtin_cpu_supports("avx512bw") != 0;
+#elif defined __AVX2__
+    return __builtin_cpu_supports("avx2") != 0;
+#else
+    return 1;
+#endif
+}
+
 // ---- Registers ----------------------------------------------------------------------------------
 
 // One instruction each, which compilers may miss. pairs_i8: two bytes of each lane as two shorts.

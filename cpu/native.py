@@ -166,6 +166,8 @@ def build_library() -> ctypes.CDLL:
     if not hasattr(ctypes.CDLL(openmp), "__kmpc_fork_call"):  # not LLVM's OpenMP
         flags.append("-DGNU_THREADS")
     lib = compile_library(source(), flags, linked)
+    if not lib.runs_here():
+        raise OSError("this CPU lacks instructions of the one that LLAMA_MARCH names")
     declare(lib, source())
     table = (FLOAT * 16).in_dll(lib, "nf4")
     table[:] = nf4().tolist()

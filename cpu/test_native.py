@@ -2,6 +2,7 @@
 
 import ctypes
 import math
+import platform
 import shutil
 import signal
 import warnings
@@ -493,6 +494,7 @@ def test_ctrl_c_while_a_cache_is_looked_at_leaves_it_to_c(monkeypatch):
         (dict(CC="false"), "the C compiler failed"),
         (dict(CC="/no/such/compiler"), "no C compiler: there is no /no/such/compiler"),
         (dict(CC="gcc -D__clang__"), "the C compiler failed: #error clang asks for the threads"),
+        (dict(CC="gcc -mavx2 -D__builtin_cpu_supports(name)=0"), "this CPU lacks instructions"),
     ],
 )
 def test_why_there_is_no_library(environment, why, tmp_path, monkeypatch):
@@ -500,6 +502,8 @@ def test_why_there_is_no_library(environment, why, tmp_path, monkeypatch):
         pytest.skip("PyTorch has LLVM's OpenMP")
     if "gcc" in environment.get("CC", "") and shutil.which("gcc") is None:
         pytest.skip("there is no gcc")
+    if "-mavx2" in environment.get("CC", "") and platform.machine() != "x86_64":
+        pytest.skip("AVX2 is of x86")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
