@@ -45,7 +45,8 @@ MAC = {  # what C asks of a Mac's own headers, which are not here
         #define INFINITY __builtin_inff()
         #define NAN __builtin_nanf("")
         #define isnan __builtin_isnan
-        float rintf(float), fabsf(float), sqrtf(float);""",
+        float rintf(float), fabsf(float), sqrtf(float);
+        double log(double);""",
     "stdlib.h": """
         #include <stddef.h>
         void *malloc(size_t), *calloc(size_t, size_t), *aligned_alloc(size_t, size_t);

@@ -693,8 +693,8 @@ static int are_finite(const float *x, long n, long masked) {
     return sum(zeros) == 0;
 }
 
-// softmax(x / t): [V], which may be x; of t = 0 the first of the largest. -> what it was divided
-// by: NaN, if x is not finite (masked: but for −∞).
+// softmax(x / t): [V]; of t = 0 the first of the largest. -> what it was divided by: NaN, if x is not
+// finite (masked: but for −∞).
 static float soften(const float *x, float *p, long V, float t, long masked) {
     float most = largest(x, V);
     if ((t == 0 || !masked) && !are_finite(x, V, masked)) return NAN;
@@ -722,69 +722,74 @@ static float soften(const float *x, float *p, long V, float t, long masked) {
 
 // Those of sampling.probabilities.
 typedef struct { double temperature, top_k, top_p, min_p; } Settings;
-typedef struct { float p; uint32_t token; } Candidate;
+typedef struct { float logit; uint32_t token; } Candidate;
 
-INLINE int digit(float p, int shift) {              // the larger p, the smaller
-    union { float f; uint32_t i; } bits = { p };
-    return 2047 - (bits.i >> shift & 2047);
+// Eleven bits of a number that is the smaller, the larger the logit is.
+INLINE int digit(float logit, int shift) {
+    union { float f; uint32_t i; } bits = { logit + 0.0f };                 // −0 becomes 0
+    uint32_t number = bits.i >> 31 ? bits.i : ~bits.i & 0x7FFFFFFF;
+    return number >> shift & 2047;
 }
-// Sort n candidates, the largest p first, equal ones as they were: by eleven bits at a time, from
-// the lowest (the bits of positive numbers are in the order of the numbers). -> x or room.
+// Sort n candidates, the largest logit first, equal ones as they were: by the lowest digit, then by
+// the next, and by the highest. -> x or room.
 static Candidate *sorted(Candidate *x, Candidate *room, long n) {
     for (int shift = 0; shift < 32; shift += 11) {
-        long place[2049] = {0};                     // of the next one with these bits
-        for (long i = 0; i < n; i++) place[digit(x[i].p, shift) + 1]++;
+        long place[2049] = {0};                     // of the next one with this digit
+        for (long i = 0; i < n; i++) place[digit(x[i].logit, shift) + 1]++;
         for (int d = 0; d < 2048; d++) place[d + 1] += place[d];
-        for (long i = 0; i < n; i++) room[place[digit(x[i].p, shift)]++] = x[i];
+        for (long i = 0; i < n; i++) room[place[digit(x[i].logit, shift)]++] = x[i];
         Candidate *swap = x;
         x = room, room = swap;
     }
     return x;
 }
 
-// Tokens with a probability above this one -> how many.
-static long candidates(const float *p, long V, float bound, Candidate *found) {
+// Tokens with a logit above this one -> how many.
+static long candidates(const float *x, long V, float bound, Candidate *found) {
     long n = 0;
     for (long at = 0, end; at < V; at = end) {
         end = least(V, at + 256);
-        if (largest(p + at, end - at) <= bound) continue;
-        for (long i = at; i < end; i++) if (p[i] > bound) found[n++] = (Candidate){ p[i], i };
+        if (largest(x + at, end - at) <= bound) continue;
+        for (long i = at; i < end; i++) if (x[i] > bound) found[n++] = (Candidate){ x[i], i };
     }
     return n;
 }
 
-// Top-k, top-p and min-p: each keeps the first of the sorted p, [V]. Mostly some likely ones tell
-// how many; a sort of all would take long.
-static void filter(float *p, long V, const Settings *settings) {
+// Top-k, top-p and min-p: each keeps the first of p, [V], in the order of the logits x. Mostly the
+// likely tokens, with e^-8 of the largest p, tell how many; a sort of all would take long.
+static void filter(const float *x, float *p, long V, const Settings *settings) {
     long k = settings->top_k >= 1 && settings->top_k < V ? settings->top_k : 0;     // 0: all
     long n, kept;
     if (!k && settings->top_p >= 1 && settings->min_p <= 0) return;
     Candidate *found = malloc(2 * V * sizeof *found), *best;
-    double top = largest(p, V), all = 0, mass;
+    double most = largest(x, V), t = settings->temperature, all = 0, mass;
+    double last = most + t * log(settings->min_p);  // where p is min_p of the largest
     #pragma omp simd reduction(+:all)
     for (long i = 0; i < V; i++) all += p[i];
-    for (double share = 0x1p-12; ; share = 0) {
-        n = candidates(p, V, share * top, found);
+    for (float bound = most - 8 * t; ; bound = -INFINITY) {
+        n = candidates(x, V, bound, found);
         best = sorted(found, found + V, n);
         if (k) all = 0;
-        for (long i = 0; i < least(k, n); i++) all += best[i].p;
-        for (mass = kept = 0; kept < n; mass += best[kept++].p) {
+        for (long i = 0; i < least(k, n); i++) all += p[best[i].token];
+        for (mass = kept = 0; kept < n; mass += p[best[kept++].token]) {
             if (k && kept == k) break;
             if (mass >= settings->top_p * all && settings->top_p < 1) break;
-            if (best[kept].p < settings->min_p * top) break;
+            if (best[kept].logit < last) break;
         }
-        if (share == 0 || (k ? k <= n : kept < n)) break;           // more would change nothing
+        if (bound == -INFINITY || (k ? k <= n : kept < n)) break;   // more would change nothing
     }
+    float *share = (float *)found;                  // three digits: the sort ended in its room
+    for (long i = 0; i < kept; i++) share[i] = p[best[i].token] / mass;
     memset(p, 0, V * sizeof *p);
-    for (long i = 0; i < kept; i++) p[best[i].token] = best[i].p / mass;
+    for (long i = 0; i < kept; i++) p[best[i].token] = share[i];
     free(found);
 }
 
-// The distribution that is drawn from: [V], made of logits x -> whether x is finite, as `soften`
-// says.
+// The distribution that is drawn from: [V], made of logits x, not in their place -> whether x is
+// finite, as `soften` says.
 static int probabilities(const float *x, float *p, long V, const Settings *settings, long masked) {
     if (isnan(soften(x, p, V, settings->temperature, masked))) return 0;
-    if (settings->temperature != 0) filter(p, V, settings);
+    if (settings->temperature != 0) filter(x, p, V, settings);
     return 1;
 }
 
@@ -805,12 +810,13 @@ void drafts(const Model *m, float *x, const float *angles, const Step *step, lon
             const Settings *settings, const int64_t *streams, int64_t *drafted, float *q, long k,
             long V) {
     long C = m->head->K;
-    float *out = allocate((T * C + m->head->N) * sizeof *out), *logits = out + T * C;
+    long N = m->head->N;
+    float *out = allocate((T * C + N + V) * sizeof *out), *logits = out + T * C;
     Step now = *step;
     for (long j = 0; j < k; j++) {
         layers(m, x, out, angles, &now, T, 0, 0, 0);
         product(out + (T - 1) * C, m->head, logits, 1);
-        float *p = q ? q + j * V : logits;
+        float *p = q ? q + j * V : logits + N;
         if (!probabilities(logits, p, V, settings, 0)) break;
         pick_f32(p, streams + j, drafted + j, 1, V);
         rows(m->embed, drafted + j, x, 1);
@@ -858,12 +864,12 @@ void head_drafts(const Head *h, float *z, const float *angles, const Step *step,
                  long k, long V) {
     const Model *m = &h->model;
     long C = m->head->K, n = m->head->N;
-    float *y = allocate((C + n) * sizeof *y), *p = y + C;
+    float *y = allocate((C + 2 * n) * sizeof *y), *logits = y + C, *p = logits + n;
     Step now = step ? *step : (Step){ 0 };
     for (long j = 0; j < k; j++) {
         if (!h->norm_output) add_norm(z, 0, m->norm, 0, y, 1, C, m->eps);
-        product(h->norm_output ? z : y, m->head, p, 1);
-        if (!probabilities(p, p, n, settings, 0)) break;
+        product(h->norm_output ? z : y, m->head, logits, 1);
+        if (!probabilities(logits, p, n, settings, 0)) break;
         if (q) for (long i = 0; i < n; i++) q[j * V + h->tokens[i]] = p[i];
         int64_t picked = one_pick_f32(p, h->tokens, streams[j], n, -1);
         drafted[j] = h->tokens[picked];

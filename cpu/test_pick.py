@@ -125,16 +125,16 @@ def test_ties_go_to_the_first_at_temperature_0():
     st.booleans(),
     st.fixed_dictionaries(
         dict(
-            temperature=st.sampled_from([0, 0.3, 1, 2]),
+            temperature=st.sampled_from([0, 0.3, 1, 2, 1e6]),
             top_k=st.sampled_from([0, 1, 3, 40, 5000, 2**31]),
-            top_p=st.sampled_from([1e-300, 0.4987, 0.9, 0.999, 1]),
+            top_p=st.sampled_from([1e-300, 0.4987, 0.9013, 0.9987, 1]),
             min_p=st.sampled_from([0, 0.001, 0.3, 1]),
         )
     ),
 )
 def test_c_filters_what_torch_filters(B, V, spread, ties, settings):
-    """Where some likely tokens tell what is kept, and where only all do; and of equal logits the
-    first."""
+    """Where some likely tokens tell what is kept, and where only all do; of equal logits the first;
+    and where float32 holds the logits apart, and not their probabilities."""
     torch.manual_seed(V)
     logits = spread * torch.randn(B, V)
     if ties:
@@ -148,16 +148,21 @@ def test_c_filters_what_torch_filters(B, V, spread, ties, settings):
 
 
 def test_filters_keep_unlikely_tokens_where_the_likely_ones_are_too_few():
-    """One token is likely; 5,000 others have 6e-6 of its probability, or 9e-27."""
+    """Two tokens are likely; 4,999 others have 6e-6 of the first's probability, or 9e-27."""
     for gap, settings, kept in (
-        (-12, dict(top_p=0.99), range(2000, 5000)),
+        (-12, dict(top_p=0.99), range(1500, 2500)),
         (-12, dict(top_k=40), [40]),
         (-12, dict(top_k=40, top_p=0.9999), range(2, 40)),
+        (
+            -12,
+            dict(top_k=40, top_p=0.52495),
+            [2],
+        ),  # the first has 0.52498 of the two, 0.52492 of 40
         (-12, dict(min_p=1e-6), [5001]),
         (-60, dict(top_k=40), [40]),
     ):
         logits = torch.full((1, 5001), float(gap))
-        logits[0, 7] = 0
+        logits[0, [7, 9]] = torch.tensor([0, -0.1])
         probs = native.row_probabilities(logits, **settings)
         assert (probs > 0).sum() in kept, settings
         assert torch.equal(probs > 0, sampling.probabilities(logits, **settings) > 0), settings
