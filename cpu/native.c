@@ -693,8 +693,8 @@ static int are_finite(const float *x, long n, long masked) {
     return sum(zeros) == 0;
 }
 
-// softmax(x / t): [V]; of t = 0 the first of the largest. -> what it was divided by: NaN, if x is not
-// finite (masked: but for −∞).
+// softmax(x / t): [V]; of t = 0 the first of the largest. -> what it was divided by: NaN, if x is
+// not finite (masked: but for −∞).
 static float soften(const float *x, float *p, long V, float t, long masked) {
     float most = largest(x, V);
     if ((t == 0 || !masked) && !are_finite(x, V, masked)) return NAN;
