@@ -428,12 +428,12 @@ def swiglu(x: Tensor) -> Tensor:
 
 def setting_rows(settings: dict[str, Setting], B: int) -> Tensor:
     """The settings of B rows, as C's `Settings`: float64[B, 4]."""
+    given = {name: value for name, value in settings.items() if value is not None}
+    values = [*(SETTINGS | given).values()]
+    if not any(isinstance(value, Tensor) for value in values):
+        return torch.tensor([values] * B, dtype=torch.float64)
     rows = torch.empty(B, 0)
-    columns = []
-    for name, neutral in SETTINGS.items():
-        value = settings.get(name)
-        columns.append(column(neutral if value is None else value, rows))
-    return torch.cat(columns, 1)
+    return torch.cat([column(value, rows) for value in values], 1)
 
 
 def row_probabilities(logits: Tensor, masked: bool = True, **settings: Setting) -> Tensor:
