@@ -102,6 +102,8 @@ class CPU(Ops):
     # ---- Sampling
 
     def probabilities(self, logits: Tensor, masked: bool = True, **settings: Setting) -> Tensor:
+        if logits.dtype in (torch.bfloat16, torch.float16):  # what float32 holds exactly
+            logits = logits.float()
         all_known = settings.keys() <= SETTINGS.keys()
         if all_known and logits.numel() and native.serves(logits):
             return native.row_probabilities(logits, masked, **settings)

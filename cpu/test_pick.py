@@ -168,11 +168,12 @@ def test_filters_keep_unlikely_tokens_where_the_likely_ones_are_too_few():
         assert torch.equal(probs > 0, sampling.probabilities(logits, **settings) > 0), settings
 
 
-def test_c_makes_all_probabilities_of_float32(monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_c_makes_all_probabilities_but_of_float64(dtype, monkeypatch):
     """Each row with settings of its own; one with neutral filters is what it is without, to the
     bit."""
     monkeypatch.setattr(sampling, "probabilities", None)
-    logits = torch.randn(2, 30)
+    logits = torch.randn(2, 30).to(dtype)
     alone = CPU().probabilities(logits, temperature=0.7)
     settings = dict(top_k=torch.tensor([3, 0]), top_p=torch.tensor([0.8, 1.0]), min_p=None)
     probs = CPU().probabilities(logits, temperature=0.7, **settings)
