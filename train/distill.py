@@ -9,7 +9,7 @@ sampled from the target; its last steps minimize 1 − α:
 (the bound is Pinsker's). The optimizers are PyTorch's: Muon for the layers' matrices, AdamW for
 embeddings, norms and biases. A matrix's gradient is dominated by a few directions; Muon takes the
 momentum M = U S Vᵀ and moves the matrix by U Vᵀ, the same distance in every direction: 15 products
-in bfloat16 for each matrix and step, slow on a CPU without instructions for them.
+for each matrix and step, in bfloat16 on a GPU.
 
     python -m train.distill                                    a draft for tiny, from its own texts
     python -m train.distill --target NAME --data FILE…         a draft learns from a target
@@ -46,6 +46,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from app.shell import (
     Parser,
@@ -182,6 +183,18 @@ def make_optimizers(
     ]
 
 
+class InFloat32(TorchFunctionMode):
+    """Muon's products in float32 on a CPU: few CPUs have instructions for bfloat16, to which it
+    rounds, and without them these products would take most of a step."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: tuple = (), named: dict | None = None
+    ) -> Any:
+        if function is Tensor.bfloat16 and arguments[0].device.type == "cpu":
+            return arguments[0].float().clone()
+        return function(*arguments, **(named or {}))
+
+
 class Training:
     """A student, its target (None: the text alone), and the texts that it learns from.
 
@@ -239,7 +252,8 @@ class Training:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = recipe.factor(self.steps) * optimizer.defaults["lr"]
-            optimizer.step()
+            with InFloat32():
+                optimizer.step()
             optimizer.zero_grad()
         self.steps += 1
         return loss.item()

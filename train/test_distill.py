@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from app.shell import alone_in
 from checkpoint.config import Config
@@ -163,6 +164,22 @@ def test_muon_moves_the_matrices_of_layers_alone() -> None:
     matrices = [layer.qkv, layer.o, layer.gate_up, layer.down]
     assert muon[:4] == [id(matrix.weight) for matrix in matrices]
     assert len(muon) == 4 * len(run.student.layers) and id(run.student.embed.weight) in adam
+
+
+def test_on_a_cpu_a_step_makes_no_bfloat16() -> None:
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, function, types, arguments=(), named=None):
+            result = function(*arguments, **(named or {}))
+            if isinstance(result, Tensor):
+                made.add((function.__name__, result.dtype))
+            return result
+
+    made: set[tuple[str, torch.dtype]] = set()
+    student = training()
+    with Watch():
+        student.step()
+    assert ("addmm", torch.float32) in made  # Muon's products
+    assert torch.bfloat16 not in {dtype for _, dtype in made}
 
 
 def test_the_rate_rises_stays_and_falls_to_zero() -> None:
