@@ -58,6 +58,23 @@ def test_ties_of_scores_go_to_the_first():
     assert torch.equal(native.pick_tokens(probs, streams), pick(probs, streams))
 
 
+def test_a_token_alone_in_its_block_may_win_by_little():
+    """C draws 256 tokens at a time, and leaves a block out if none of it can win. Twice the
+    smallest number, too, whose share of a score is rounded up."""
+    streams = Keyed(torch.tensor([3]), torch.tensor([4])).streams
+    noise = sampling.exponential(streams, 512)
+    later = 256 + noise[0, 256:].argmin().item()
+    probs = torch.zeros(1, 512, dtype=torch.float64)
+    for factor, winner in ((1 + 1e-13, later), (1 - 1e-13, 0)):
+        probs[0, 0] = noise[0, 0]
+        probs[0, later] = noise[0, later] * factor
+        assert native.pick_tokens(probs, streams).item() == winner
+    for n in range(1, 1000):
+        probs[0, 0] = n * 5e-324
+        probs[0, later] = 1e-323
+        assert torch.equal(native.pick_tokens(probs, streams), pick(probs, streams))
+
+
 def unshift(z: int, by: int) -> int:
     """z ^ z >> by, undone."""
     result = z
