@@ -65,7 +65,7 @@ typedef uint16_t ushorts __attribute__((vector_size(2 * LANES), aligned(2)));
 // From a line of the processor's cache on; macOS allocates whole ones.
 INLINE void *allocate(long bytes) { return aligned_alloc(64, (bytes + 63) / 64 * 64); }
 
-// Whether this CPU has the widest registers that were compiled for: LLAMA_MARCH may name another.
+// Whether this CPU has the vectors that this was compiled for: LLAMA_MARCH may name another CPU.
 long runs_here() {
 #if defined __AVX512VNNI__
     return __builtin_cpu_supports("avx512vnni") != 0;

@@ -167,7 +167,7 @@ def build_library() -> ctypes.CDLL:
         flags.append("-DGNU_THREADS")
     lib = compile_library(source(), flags, linked)
     if not lib.runs_here():
-        raise OSError("this CPU lacks instructions of the one that LLAMA_MARCH names")
+        raise OSError("this CPU lacks instructions of the one that LLAMA_MARCH names: unset it")
     declare(lib, source())
     table = (FLOAT * 16).in_dll(lib, "nf4")
     table[:] = nf4().tolist()

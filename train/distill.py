@@ -184,14 +184,14 @@ def make_optimizers(
 
 
 class InFloat32(TorchFunctionMode):
-    """Muon's products in float32 on a CPU: few CPUs have instructions for bfloat16, to which it
-    rounds, and without them these products would take most of a step."""
+    """Within, what is rounded to bfloat16 on a CPU is copied as float32. PyTorch's Muon rounds so
+    before its products, which are slow on a CPU without instructions for bfloat16."""
 
     def __torch_function__(
         self, function: Any, types: Any, arguments: tuple = (), named: dict | None = None
     ) -> Any:
         if function is Tensor.bfloat16 and arguments[0].device.type == "cpu":
-            return arguments[0].float().clone()
+            return arguments[0].to(torch.float32, copy=True)
         return function(*arguments, **(named or {}))
 
 
