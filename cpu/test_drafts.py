@@ -57,10 +57,11 @@ def drafts(
     texts: int = 1,
     coin: Any = Keyed,
     bits: str = "16",
+    dtype: torch.dtype = torch.float32,
     **settings: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, bool]:
     """-> drafts, their distributions, the logits after them (so what is in the cache), and whether
-    it was one call."""
+    it was one call. dtype: of the distributions, as the target's."""
     if layout == "contiguous":
         cache = KVCache(llama.kv_spec(bits=WIDTHS[bits]), 40, 2)
     else:
@@ -71,9 +72,7 @@ def drafts(
     requests = [
         Request(list(TEXT), Settings(seed=5 + i, max_tokens=20, **settings)) for i in range(texts)
     ]
-    round = Round(
-        requests, [gamma] * texts, Drawing(250, coupled, coin), target=Place(dtype=llama.dtype)
-    )
+    round = Round(requests, [gamma] * texts, Drawing(250, coupled, coin), target=Place(dtype=dtype))
     chain = model_chain(llama, cache, seqs, [TEXT[-unread:]] * texts, round)
     proposal = None if one_by_one else llama.ops.chain(chain, round)
     one_call = proposal is not None
@@ -155,6 +154,7 @@ CASES = [
     ({}, dict(top_k=3, temperature=1e-3), True),
     ({}, dict(min_p=0.1, coupled=True), True),
     ({}, dict(texts=2), False),
+    ({}, dict(dtype=torch.float64), False),
     ({}, dict(coin=Walk([()] * 6)), False),  # proofs walk through every pick
     (dict(dtype=torch.bfloat16), {}, False),
     (dict(packed=False), {}, False),
