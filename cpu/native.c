@@ -695,8 +695,9 @@ static int are_finite(const float *x, long n, long masked) {
 
 // softmax(x / t): [V]; of t = 0 the first of the largest. -> what it was divided by: NaN, if x is
 // not finite (masked: but for −∞).
-static float soften(const float *x, float *p, long V, float t, long masked) {
-    float most = largest(x, V);
+static float soften(const float *x, float *p, long V, double temperature, long masked) {
+    float most = largest(x, V), t = temperature;
+    if (t == 0 && temperature > 0) t = 0x1p-149f;   // the least: the largest share alike
     if ((t == 0 || !masked) && !are_finite(x, V, masked)) return NAN;
     if (t == 0) {
         long first = 0;

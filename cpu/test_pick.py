@@ -128,11 +128,14 @@ def test_minus_infinity_is_a_logit_and_what_else_is_not_finite_is_refused(temper
 
 
 def test_ties_go_to_the_first_at_temperature_0():
+    """Above it they share, also where float32 has only 0."""
     logits = torch.zeros(3, 50)
     logits[1, [7, 30, 49]] = 2
     logits[2, [0, 49]] = 1
     probs = native.row_probabilities(logits, temperature=0)
     assert probs.argmax(1).tolist() == [0, 7, 0] and probs.sum(1).tolist() == [1, 1, 1]
+    probs = native.row_probabilities(logits, temperature=1e-300)
+    assert torch.equal(probs, sampling.probabilities(logits, 1e-300))
 
 
 @given(
