@@ -603,11 +603,9 @@ INLINE double exponential_of(double uniform) {
 }
 
 // argmax of p / E: an index with these probabilities; `picked` if no p is above 0.
-// tokens: where E is that of other indices than p's own, these; or 0.
 // As E = −log u ≥ 1 − u, a p up to (1 − u) · the best so far cannot win: few logarithms are needed.
 #define PICK(kind, type)                                                                           \
-INLINE int64_t one_pick_##kind(const type *p, const int64_t *tokens, int64_t stream, long V,       \
-                               int64_t picked) {                                                   \
+INLINE int64_t one_pick_##kind(const type *p, int64_t stream, long V, int64_t picked) {            \
     uint64_t start = mix((uint64_t)stream);                                                        \
     double best = -1, u[256], score[256];                                                          \
     for (long at = 0; at < V; at += 256, p += 256) {                                               \
@@ -618,8 +616,7 @@ INLINE int64_t one_pick_##kind(const type *p, const int64_t *tokens, int64_t str
         if (mass == 0) continue;                                                                   \
         double beaten = best * (1 - 1e-9) - 1e-300;                    /* by more than rounding */ \
         for (long i = 0; i < n; i++) {                                                             \
-            uint64_t count = (tokens ? tokens[at + i] : at + i) + 1;                               \
-            u[i] = uniform_of(mix(start + count * 0x9E3779B97F4A7C15));                            \
+            u[i] = uniform_of(mix(start + (at + i + 1) * 0x9E3779B97F4A7C15));                     \
             can_win |= p[i] > (1 - u[i]) * beaten;                                                 \
         }                                                                                          \
         if (!can_win) continue;                                                                    \
@@ -632,7 +629,7 @@ INLINE int64_t one_pick_##kind(const type *p, const int64_t *tokens, int64_t str
 void pick_##kind(const type *probs, const int64_t *streams, int64_t *picked, long B, long V) {     \
     _Pragma("omp parallel for if (B > 1 && B * V > 1 << 14)")                                      \
     for (long b = 0; b < B; b++)                                                                   \
-        picked[b] = one_pick_##kind(probs + b * V, 0, streams[b], V, picked[b]);                   \
+        picked[b] = one_pick_##kind(probs + b * V, streams[b], V, picked[b]);                      \
 }
 PICK(f32, float)
 PICK(f64, double)
@@ -680,7 +677,7 @@ void verify_drafts(const float *p, const float *q, const int64_t *drafted, const
         // Not divided by its mass: what is picked depends on ratios alone.
         double m = residual_of(p_j, q_j, w[j], residual, V);
         ended[b] = j;
-        ended[B + b] = one_pick_f32(m > 0 ? residual : p_j, 0, streams[b], V, 0);
+        ended[B + b] = one_pick_f32(m > 0 ? residual : p_j, streams[b], V, 0);
     }
 }
 
@@ -858,22 +855,24 @@ void head_rows(const Head *h, const float *f, const int64_t *tokens, float *z, c
     free(room.in);
 }
 
-// k drafts of a sequence, as in `drafts`, from the newest row's z: [C], which is overwritten.
-// q: [k, V], zeros before, or 0. step: of k − 1 tokens; k = 1: none.
+// k drafts of a sequence, as in `drafts`, from the newest row's z: [C], which is overwritten. As in
+// EagleHead.logits, a token that is not the head's has the lowest logit. step: of k − 1 tokens;
+// k = 1: none.
 void head_drafts(const Head *h, float *z, const float *angles, const Step *step,
                  const Settings *settings, const int64_t *streams, int64_t *drafted, float *q,
                  long k, long V) {
     const Model *m = &h->model;
     long C = m->head->K, n = m->head->N;
-    float *y = allocate((C + 2 * n) * sizeof *y), *logits = y + C, *p = logits + n;
+    float *y = allocate((C + n + 2 * V) * sizeof *y), *own = y + C, *logits = own + n;
+    for (long i = 0; i < V; i++) logits[i] = -0x1.FFFFFEp127f;
     Step now = step ? *step : (Step){ 0 };
     for (long j = 0; j < k; j++) {
+        float *p = q ? q + j * V : logits + V;
         if (!h->norm_output) add_norm(z, 0, m->norm, 0, y, 1, C, m->eps);
-        product(h->norm_output ? z : y, m->head, logits, 1);
-        if (!probabilities(logits, p, n, settings, 0)) break;
-        if (q) for (long i = 0; i < n; i++) q[j * V + h->tokens[i]] = p[i];
-        int64_t picked = one_pick_f32(p, h->tokens, streams[j], n, -1);
-        drafted[j] = h->tokens[picked];
+        product(h->norm_output ? z : y, m->head, own, 1);
+        for (long i = 0; i < n; i++) if (h->tokens[i] < V) logits[h->tokens[i]] = own[i];
+        if (!probabilities(logits, p, V, settings, 0)) break;
+        pick_f32(p, streams + j, drafted + j, 1, V);
         if (j + 1 == k) break;
         head_rows(h, z, drafted + j, z, angles, &now, 1);
         now.positions++, now.slot_mapping++;

@@ -667,10 +667,6 @@ class NativeModel(Struct):
         step = step_of(metadata)
         call("drafts", self, x, angles, step, len(x), *draws.arguments(proposal))
 
-    def drafts_below(self, V: int) -> bool:
-        """Whether it can draft from the first V tokens alone."""
-        return True
-
 
 class NativeHead(Struct):
     """A float32 EAGLE head (eagle.py), a model of one layer.
@@ -695,13 +691,8 @@ class NativeHead(Struct):
             norm_output=head.eagle.norm_output,
         )
         native_head.parts = model, head.hidden_norm, tokens
-        native_head.largest_token = int(tokens.max())
         native_head.angles = torch.empty(0)
         return native_head
-
-    def drafts_below(self, V: int) -> bool:
-        """Whether all tokens that it can draft are below V."""
-        return self.largest_token < V
 
     def rows(
         self, f: Tensor, tokens: Tensor, angles: Tensor, metadata: AttentionMetadata

@@ -144,7 +144,7 @@ WORKLOAD = st.fixed_dictionaries(
         spare=st.integers(0, 4),  # blocks beyond those of the longest text
         budget=st.integers(5, 90),
         drafter=st.sampled_from(["none", "ngram", "model", "self", "eagle"]),
-        vocab_size=st.sampled_from([20, 259]),  # tokens that can be drawn, of 261
+        vocab_size=st.sampled_from([20, 261]),  # tokens that can be drawn, of 261
         coupled=st.booleans(),
         threads=st.integers(1, 3),
         seed=st.integers(0, 2**30),
@@ -232,7 +232,7 @@ def crowded(drafter: str, **changed: Any) -> dict[str, Any]:
     count = changed.pop("count", 18)
     common = dict(count=count, temperature=1.0, gamma=3, top_k=None, min_p=None)
     texts = [dict(shared=5 * (i % 2), own=(3, 30, 1, 17)[i], **common) for i in range(4)]
-    sizes = dict(vocab_size=20 if drafter == "ngram" else 259)
+    sizes = dict(vocab_size=20 if drafter == "ngram" else 261)
     sizes |= dict(kv_bits="8/4", block_size=4, spare=4, budget=24, threads=2, seed=0)
     return dict(texts=texts, drafter=drafter, coupled=True, **sizes) | changed
 
