@@ -359,6 +359,14 @@ def test_a_draft_may_compute_in_another_dtype(base):
         assert all(result.speculation.acceptance > 0.5 for result in results)
 
 
+def test_a_draft_with_fewer_rows_than_its_target_is_refused(base, tmp_path):
+    """Its tokenizer is the target's, and its weights lack the last token."""
+    target = Model.load(base, "cpu", torch.float32)
+    folder = write_model(tmp_path, vocab_size=target.tokenizer.vocab_size - 1)
+    with pytest.raises(UserError, match="not the target's: it lacks tokens from 258 on"):
+        generate(PROMPT, target, draft=folder)
+
+
 def test_a_draft_that_is_stored_in_few_bits_stays_as_it_is(base, model, tmp_path):
     llama = random_llama(3, Ops(), quantization=Quantization(8))
     small = shutil.copytree(base, tmp_path / "model")
