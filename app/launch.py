@@ -52,7 +52,7 @@ KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT
 
 
 class Signals:
-    """How the first process handles Ctrl-C and SIGTERM: at once, unless they wait."""
+    """How the first process handles a signal (shell.SIGNALS): at once, unless it has to wait."""
 
     wait = False  # for the end of a step, or until a result is printed
 

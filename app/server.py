@@ -452,7 +452,7 @@ def run_server(arguments: Sequence[str] | None) -> int:
 
     server = uvicorn.Server(config)
     server.capture_signals = nullcontext  # uvicorn's own handlers
-    with handled((*SIGNALS, signal.SIGHUP), on_signal):
+    with handled(SIGNALS, on_signal):
         return asyncio.run(serve_until_signal(server, listener, batch, args.grace, signals))
 
 

@@ -3,7 +3,8 @@
     0     done
     1     done, but for mistakes told on the way (a bad line of `--prompts`); or a bug's traceback
     2     a user's mistake: a `UserError`, an OSError of a file, or too little memory
-    130   Ctrl-C (SIGINT);  143: SIGTERM. Both are exceptions, so results are printed before the end
+    130   Ctrl-C (SIGINT);  143: SIGTERM;  129: SIGHUP, at the end of a terminal. All are
+          exceptions, so results are printed before the end
 
 Standard output carries results, standard error all messages. Every other exception, a ValueError of
 PyTorch or Python too, is a bug and keeps its traceback.
@@ -25,11 +26,14 @@ from errors import UserError, brief, nearest
 
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "size calculation overflowed")
 MAX_MESSAGE = 1000  # characters
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM: like Ctrl-C, but nothing goes on after it."""
+    """SIGTERM or SIGHUP: like Ctrl-C, but nothing goes on after it."""
+
+    def __init__(self, number: int = signal.SIGTERM):
+        self.number = number
 
 
 # ---- Streams -----------------------------------------------------------------------------------
@@ -86,7 +90,7 @@ def refuse(message: str) -> int:
 
 def interruption(number: int) -> KeyboardInterrupt:
     """A signal as an exception."""
-    return Terminated() if number == signal.SIGTERM else KeyboardInterrupt()
+    return KeyboardInterrupt() if number == signal.SIGINT else Terminated(number)
 
 
 def raise_signal(number: int, frame: Any) -> NoReturn:
@@ -133,7 +137,8 @@ def status(
     except KeyboardInterrupt as error:
         if interrupted:
             say(interrupted)
-        return 143 if isinstance(error, Terminated) else 130
+        number = error.number if isinstance(error, Terminated) else signal.SIGINT
+        return 128 + number
     finally:
         try:
             sys.stdout.flush()

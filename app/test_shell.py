@@ -107,7 +107,9 @@ def started(redirect: str = "", before: str = "", work: str = "") -> subprocess.
     )
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    "number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_a_signal_ends_a_program_without_a_traceback_whenever_it_comes(number, code):
     importing, working = started(before='say("working"); time.sleep(60)'), started()
     for process, told in ((importing, ""), (working, "stopped\n")):

@@ -490,9 +490,11 @@ def train_student(args: argparse.Namespace, stories: Sequence[str], target: Llam
         sampled=args.own,
         overlap=args.overlap,
     )
-    say(shown("before", evaluate(student, held_out, target)))
+    checkpoint = out / "training.pt"
+    if not checkpoint.exists():
+        say(shown("before", evaluate(student, held_out, target)))
     training = Training(student, text, target, sampled=sampled, recipe=recipe)
-    training.run(out / "training.pt")
+    training.run(checkpoint)
     say(shown("after", evaluate(student, held_out, target)))
     name = args.target or args.start
     if name is not None:
