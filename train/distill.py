@@ -37,7 +37,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -200,6 +200,8 @@ class Training:
 
     text: stories from files. sampled: texts from the target."""
 
+    autocast = False  # whether products on a CPU are in bfloat16
+
     def __init__(
         self,
         student: Llama,
@@ -247,12 +249,13 @@ class Training:
     def step(self) -> float:
         """One training step -> its loss."""
         recipe = self.recipe
+        rounding = nullcontext() if self.autocast else InFloat32()
         loss = self.loss(self.batch().to(self.student.device))
         loss.backward()
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = recipe.factor(self.steps) * optimizer.defaults["lr"]
-            with InFloat32():
+            with rounding:
                 optimizer.step()
             optimizer.zero_grad()
         self.steps += 1

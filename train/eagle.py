@@ -21,8 +21,8 @@ what the cache will hold when that draft is made.
 
 Texts are kept in OUT/texts.jsonl, the state of training in OUT/training.pt, the flags in
 OUT/run.json: a killed run goes on, with the same flags.
-With --autocast the products of training are in bfloat16; weights, losses, the optimizers, the
-telling of texts and the evaluation stay as they were.
+With --autocast the products of training are in bfloat16, Muon's too; weights, losses, the telling
+of texts and the evaluation stay as they were.
 The folder is in the speculators layout, without the embedding, which is the target's.
 Not covered: several GPUs; features that are stored, to be read again.
 

@@ -166,7 +166,10 @@ def test_muon_moves_the_matrices_of_layers_alone() -> None:
     assert len(muon) == 4 * len(run.student.layers) and id(run.student.embed.weight) in adam
 
 
-def test_on_a_cpu_a_step_makes_no_bfloat16() -> None:
+@pytest.mark.parametrize("autocast, dtype", [(False, torch.float32), (True, torch.bfloat16)])
+def test_on_a_cpu_muon_multiplies_in_bfloat16_if_that_is_asked_for(
+    autocast: bool, dtype: torch.dtype
+) -> None:
     class Watch(TorchFunctionMode):
         def __torch_function__(self, function, types, arguments=(), named=None):
             result = function(*arguments, **(named or {}))
@@ -176,10 +179,11 @@ def test_on_a_cpu_a_step_makes_no_bfloat16() -> None:
 
     made: set[tuple[str, torch.dtype]] = set()
     student = training()
+    student.autocast = autocast
     with Watch():
         student.step()
-    assert ("addmm", torch.float32) in made  # Muon's products
-    assert torch.bfloat16 not in {dtype for _, dtype in made}
+    assert ("addmm", dtype) in made  # Muon's products
+    assert (torch.bfloat16 in {dtype for _, dtype in made}) == autocast
 
 
 def test_the_rate_rises_stays_and_falls_to_zero() -> None:
