@@ -145,8 +145,9 @@ class Llama:
         x = self.embedding(tokens)  # [T, C]
         mlp_out = None
         for i, layer in enumerate(self.layers):
-            if features is not None and i in features.layers:
-                features.values[:, features.layers.index(i)] = x if i == 0 else x + mlp_out
+            for f, wanted in enumerate(features.layers if features else ()):
+                if wanted == i:  # a head may want a layer twice
+                    features.values[:, f] = x if i == 0 else x + mlp_out
             x, mlp_out = self.decoder_layer(layer, x, mlp_out, rope, metadata, i)
         if logits_indices is not None:
             x = x[logits_indices]  # [R, C]

@@ -672,3 +672,22 @@ def test_layers_where_the_config_names_none_are_those_of_the_authors():
     target = random_llama(1).config
     unnamed = replace(random_head(random_llama(1)).eagle, feature_layers=None)
     assert unnamed.layers_of(replace(target, num_hidden_layers=32)) == (2, 16, 29)
+
+
+@pytest.mark.parametrize("L", [4, 5, 6])
+def test_a_head_may_read_a_layer_twice(compiler, L):
+    """The authors' three layers of a small target are not all different."""
+    target = random_llama(1, dtype=torch.float32, num_hidden_layers=L)
+    unnamed = replace(random_head(random_llama(1)).eagle, feature_layers=None)
+    layers = unnamed.layers_of(target.config)
+    assert len({*layers}) < 3
+    features = target.empty_features(layers, 5)
+    features.values.fill_(math.nan)
+    cache = KVCache(target.kv_spec(), 5)
+    seq, _ = cache.open(())
+    target(torch.arange(5), cache.extend([(seq, range(5))]), features=features)
+    for layer in layers:
+        alone = target.empty_features((layer,), 5)
+        target(torch.arange(5), cache.metadata([(seq, 0, 5)]), features=alone)
+        for f, other in enumerate(layers):
+            assert other != layer or torch.equal(features.values[:, f], alone.values[:, 0])
