@@ -53,7 +53,7 @@ from quant import Kind, widths
 from request import Message, OutputStream, Request, Result, Settings
 from runner import ModelRunner
 from sampling import Keyed, probabilities
-from settings import SETTINGS, Options
+from settings import SETTINGS, Options, refuse_value
 from speculative import Drawing
 from tokenizer import Tokenizer
 
@@ -525,6 +525,8 @@ def prepare(
             f"{loading} is for loading, and the target is loaded already: leave out device, dtype "
             "and bits, or name the target's folder"
         )
+    if not isinstance(chat, bool | None):
+        refuse_value("chat", chat, "true or false")
     check_draft(draft, draft_bits)
     if draft is None and settings.gamma is not None:
         raise UserError("gamma is about drafted tokens: name a draft, or leave it out")

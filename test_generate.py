@@ -688,6 +688,7 @@ def test_mistakes_of_python_callers_are_told_in_a_line(model):
         ("chat messages, .* need a chat template", message, {}),
         ("chat messages, .* need a chat template", 5, {}),
         ("gamma is about drafted tokens", PROMPT, dict(gamma=2)),
+        ("chat is 0: it must be true or false", PROMPT, dict(chat=0)),
         (r"'\[5\]' is neither a folder", PROMPT, dict(draft=[5])),
         ("dtype is 'float32'; it must be None, torch.float32", PROMPT, dict(dtype="float32")),
         ("dtype is torch.int8", PROMPT, dict(dtype=torch.int8)),
