@@ -85,6 +85,8 @@ class Batcher:
         while place and self.waiting[place - 1].turn > request.turn:
             place -= 1
         self.waiting.insert(place, request)
+        if place == 0:
+            self.retry_at_step = 0  # it was not tried yet
 
     def step(self) -> dict[Request, list[int]]:
         """Run one pass over all running texts -> the new tokens of each. Finished texts leave."""

@@ -465,6 +465,19 @@ def test_request_without_room_is_tried_again_after_some_steps_or_when_a_text_end
     assert tries[-1] == 61  # the step after the last of the first text
 
 
+def test_a_text_of_an_earlier_turn_is_tried_at_once():
+    """However long one of a later turn, which found no room, still has to wait."""
+    batcher = make_batcher(blocks=20)
+    large = make_request(70, 2, 2)
+    batcher.add(make_request(20, 60, 1))
+    batcher.add(large, num_before=1)
+    batcher.step()
+    small = make_request(4, 2, 3)
+    batcher.add(small)
+    batcher.step()
+    assert small.started and [*batcher.waiting] == [large]
+
+
 def test_request_that_could_never_be_served_is_refused_alone():
     batcher = make_batcher(blocks=5)
     rule = "a prompt of 10 tokens and 12 to be made need a cache of 21 tokens, and it has 20"
