@@ -326,6 +326,10 @@ def load_draft(
             f"the draft's vocabulary is not the target's: {difference}; take its family, or ngram"
         )
     llama = name.llama
+    if llama.device != target.device:
+        raise UserError(
+            f"the draft is on {llama.device}, and the target on {target.device}: load both on one"
+        )
     return Draft(lambda cache: ModelDrafter(llama, cache), (llama,), has_own_cache=True)
 
 

@@ -23,7 +23,7 @@ from generate import DRAFTS, Draft, Engine, Model, generate, load_draft, plain_l
 from grammar import Grammars
 from kernels import Ops
 from kvcache import CacheFull
-from model import weight_bytes
+from model import Llama, weight_bytes
 from request import OutputStream, Request, Settings
 from settings import VERIFY, Options
 from test_drafters import LastToken
@@ -365,6 +365,12 @@ def test_a_draft_with_fewer_rows_than_its_target_is_refused(base, tmp_path):
     folder = write_model(tmp_path, vocab_size=target.tokenizer.vocab_size - 1)
     with pytest.raises(UserError, match="not the target's: it lacks tokens from 258 on"):
         generate(PROMPT, target, draft=folder)
+
+
+def test_a_draft_on_another_device_is_refused(model):
+    elsewhere = Model(Llama(model.llama.config, "meta", seed=None), model.tokenizer)
+    with pytest.raises(UserError, match="the draft is on meta, and the target on cpu"):
+        generate(PROMPT, model, draft=elsewhere)
 
 
 def test_a_draft_that_is_stored_in_few_bits_stays_as_it_is(base, model, tmp_path):
