@@ -445,12 +445,18 @@ def begins_with(ids: Any) -> dict[str, Any]:
     return dict(type="Sequence", processors=[dict(BYTE_LEVEL), step])
 
 
-def test_only_the_post_processor_says_what_a_prompt_begins_with(tmp_path):
+def test_the_post_processor_says_what_a_prompt_begins_with_unless_add_bos_token_does(tmp_path):
+    """As in transformers. (The tokenizer.json of DeepSeek-R1-Distill-Qwen-7B has no bos.)"""
     vocab = {c: id for id, c in enumerate(ALPHABET)}
     special = {"<s>": 300, "<t>": 301}
     for post, config, prefix in (
         (None, {}, []),
-        (None, {"bos_token": "<s>", "add_bos_token": True, "pad_token": "[PAD]"}, []),
+        (None, {"bos_token": "<s>", "pad_token": "[PAD]"}, []),
+        (None, {"bos_token": "<s>", "add_bos_token": True}, [300]),
+        (None, {"bos_token": None, "add_bos_token": True}, []),
+        (begins_with([300]), {"bos_token": "<t>", "add_bos_token": True}, [301]),
+        (begins_with([300]), {"bos_token": "<s>", "add_bos_token": False}, []),
+        (begins_with([300]), {"bos_token": "<s>", "add_bos_token": None}, [300]),
         (begins_with([300]), {"add_bos_token": False}, [300]),
         (begins_with([300]), {"bos_token": {"content": "<t>"}}, [300]),
     ):

@@ -230,15 +230,19 @@ class TokenTexts(NamedTuple):
 
     @classmethod
     def read(cls, file: Path, data: Json, config: Json) -> TokenTexts:
-        """From a tokenizer.json. config: tokenizer_config.json's, which may add tokens."""
+        """From a tokenizer.json. config: tokenizer_config.json's, which may add tokens. Where it
+        says whether bos begins a prompt, that counts, as in transformers: DeepSeek's distilled
+        models say it there alone."""
         prefix = read_prefix(file, data.get("post_processor"))
         vocab = data["model"]["vocab"]
         named = named_tokens(config)
-        entries = data["added_tokens"]
-        known = {entry["content"] for entry in entries}
+        ids = {entry["content"]: entry["id"] for entry in data["added_tokens"]}
         beside = added_beside(file, config, named)
-        more = [entry for text, entry in beside.items() if text not in known]
-        return cls.of(file, vocab, entries + more, prefix, named)
+        more = [entry for text, entry in beside.items() if text not in ids]
+        ids |= {entry["content"]: entry["id"] for entry in more}
+        if "add_bos_token" in config and "bos_token" in named:
+            prefix = [ids.get(named["bos_token"])] if config["add_bos_token"] else []
+        return cls.of(file, vocab, data["added_tokens"] + more, prefix, named)
 
     def vocabulary(
         self,
@@ -266,8 +270,7 @@ def read_merges(file: Path, merges: list[Any], tokens: Collection[str]) -> Ranks
 
 
 def read_prefix(file: Path, node: Json | None) -> list[int]:
-    """The ids that a `post_processor` puts before a text. As in `tokenizers`, `add_bos_token` in
-    tokenizer_config.json plays no part."""
+    """The ids that a `post_processor` puts before a text."""
     prefix: list[int] = []
     for step in steps_of(node, "processors"):
         match step:
