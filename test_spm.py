@@ -253,6 +253,13 @@ def test_a_prompt_begins_as_the_folder_says(tmp_path):
     assert modern.encode("the", is_first=False) != modern.encode("the")
     unspaced = load(tmp_path / "unspaced", tokenizer_model(n3=0))
     assert unspaced.encode("the") == modern.encode("the", is_first=False)
+    for legacy in (False, True):
+        config = dict(add_prefix_space=False, legacy=legacy)
+        tok = load(tmp_path / f"{legacy}", tokenizer_model(), **config)
+        assert tok.encode("the") == unspaced.encode("the")
+        assert tok.decode(tok.encode(" the")) == " the"
+    spaced = load(tmp_path / "spaced", tokenizer_model(), add_prefix_space=None)
+    assert spaced.encode("the") == none.encode("the")
 
 
 def test_a_conversation_puts_a_space_behind_each_control_token(loaded, tmp_path):

@@ -15,7 +15,8 @@ A text never merges into a control token (CodeLlama's ▁<PRE>): these merges ar
 Not covered, and refused by name: Unigram; characters that are rewritten (`precompiled_charsmap`,
 other normalizers); vocabularies without all 256 bytes; unused pieces of a tokenizer.model; added
 tokens that are searched in a text with its ▁ before it. (Control tokens that ask for this are
-searched as they are.) `legacy` in tokenizer_config.json counts for a tokenizer.model alone.
+searched as they are.) `legacy` and `add_prefix_space` in tokenizer_config.json count for a
+tokenizer.model alone.
 Protobuf: protobuf.dev/programming-guides/encoding. Fields: sentencepiece_model.proto.
 """
 
@@ -204,7 +205,7 @@ def read_sentencepiece_model(file: Path, config: Json) -> Vocabulary:
         reject(file, "add_eos_token is true", "supported are tokens before a text")
     begins = config.get("add_bos_token", True) and "bos_token" in named
     space = Space("never", False)
-    if last(normalizer, ADDS_SPACE, 1):
+    if last(normalizer, ADDS_SPACE, 1) and config.get("add_prefix_space", True):
         scheme = "always" if config.get("legacy", True) else "first"
         space = Space(scheme, True)
     named |= named_tokens(config)
