@@ -186,8 +186,8 @@ class Application:
         given = exchange.headers.get("authorization", "")
         scheme, _, key = given.partition(" ")
         if scheme.lower() == "bearer":
-            given = key.strip()
-        same = hmac.compare_digest(given.encode("latin-1"), self.api_key.encode())
+            given = key.strip(" \t")  # a byte of a letter may be a space in Latin-1
+        same = hmac.compare_digest(given.encode("latin-1"), os.fsencode(self.api_key))
         if not same:  # compared in constant time
             raise HttpError(
                 401,

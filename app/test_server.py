@@ -736,6 +736,21 @@ def test_the_key():
     run(scenario, api_key="sesame")
 
 
+@pytest.mark.parametrize("key", ["voilà", "Å", os.fsdecode(b"voil\xe0")])
+def test_a_key_may_have_any_bytes(key):
+    """Those of à end with one that is a space in Latin-1, in which headers come."""
+
+    async def scenario(app):
+        for given, status in ((key, 200), (key[:-1], 401)):
+            client = Client(app, "GET", "/v1/models")
+            client.scope["headers"].append((b"authorization", b"Bearer " + os.fsencode(given)))
+            async with client:
+                await client.task
+            assert client.status == status
+
+    run(scenario, api_key=key)
+
+
 @needs_uvicorn
 @pytest.mark.parametrize("flag, variable", [("a", "b"), (None, "a"), (None, ""), (None, None)])
 def test_the_key_and_the_host_are_those_that_the_program_is_given(flag, variable, monkeypatch):
