@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from weakref import WeakKeyDictionary
 
 from batcher import Batcher
+from checkpoint.chat import replace_surrogates
 from paged import PagedCache
 from request import Request, Result
 
@@ -63,7 +64,8 @@ class Metrics:
     """Counts what the engine does."""
 
     def __init__(self, model_name: str):
-        escaped = model_name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        text = replace_surrogates(model_name)  # a folder's name may have bytes that are no UTF-8
+        escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
         self.label = f'model_name="{escaped}"'
         self.counts = Counter[str](dict.fromkeys(COUNTERS, 0))
         self.finished = Counter[str](stop=0, length=0)  # by reason

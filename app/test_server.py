@@ -1029,7 +1029,7 @@ def test_metrics_are_those_of_the_rounds_and_results(monkeypatch):
     """A text of four rounds, at 1, 2, 4 and 8 seconds."""
     clock = iter((1.0, 2.0, 4.0, 8.0, 8.0))
     monkeypatch.setattr(metrics_page, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    metrics = Metrics('a "b"\\')
+    metrics = Metrics('a "b"\\\udce8')  # a byte that is no UTF-8
     request = Request([1] * 7, Settings(seed=0), num_cached_tokens=2, num_preemptions=3)
     for drafts, accepted in [(0, 0), (3, 2), (3, 3), (2, 0)]:
         request.rounds.append(RoundStats(drafts, accepted))
@@ -1039,7 +1039,7 @@ def test_metrics_are_those_of_the_rounds_and_results(monkeypatch):
     lines = metrics.render(
         Engine(tiny(), None, Options(max_len=100, max_batch=1), tokens=100).batcher
     ).splitlines()
-    label = 'model_name="a \\"b\\"\\\\"'
+    label = 'model_name="a \\"b\\"\\\\\ufffd"'
     numbers = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     wanted = {
         "generation_tokens_total": 9,
