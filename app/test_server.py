@@ -32,7 +32,7 @@ from app.asgi import HttpError
 from app.metrics import Metrics
 from app.openai import Offer
 from app.server import Application
-from conftest import ROOT, heard, told
+from conftest import CHATML, ROOT, heard, told, write_model
 from errors import UserError
 from generate import Engine, Model, generate, load_draft
 from grammar import Grammars
@@ -293,6 +293,22 @@ def test_a_chat_follows_the_template(instruct):
         asked = read(is_chat, Offer(target, "tiny", 90, settings=Settings()), n=2)
         is_reply = [stream.request.is_reply for stream in asked.streams]
         assert is_reply == 2 * [is_chat and target is model]
+
+
+def test_a_reasoning_effort_of_none_asks_not_to_think(tmp_path):
+    """As in vLLM. What chat_template_kwargs says counts more; some models never think."""
+    for template, asked in ((CHATML + "{{ enable_thinking }}", "False"), (CHATML, "")):
+        model = Model.load(write_model(tmp_path / asked, template), "cpu")
+        offer = Offer(model, "tiny", 90, settings=Settings())
+
+        def prompt(**fields: Any) -> list[int]:
+            return read(True, offer, **fields).streams[0].request.tokens
+
+        plain = prompt(reasoning_effort="auto")
+        assert prompt(reasoning_effort="none") == plain + model.tokenizer.encode(asked)
+        if asked:
+            thinks = dict(chat_template_kwargs={"enable_thinking": True})
+            assert prompt(reasoning_effort="none", **thinks) == prompt(**thinks) != plain
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETE])
