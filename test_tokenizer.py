@@ -462,6 +462,8 @@ def test_the_post_processor_says_what_a_prompt_begins_with_unless_add_bos_token_
     ):
         tok = load(tmp_path, vocab, [], special=special, post=post, config=config)
         assert tok.prompt("x") == prefix + tok.encode("x")
+    with pytest.raises(UserError, match="tokenizer_config.json: add_eos_token is true"):
+        load(tmp_path, vocab, [], config={"add_eos_token": True})
 
 
 def test_a_prompt_begins_with_tokens(tmp_path):

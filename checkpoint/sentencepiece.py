@@ -201,8 +201,6 @@ def read_sentencepiece_model(file: Path, config: Json) -> Vocabulary:
         reject(file, "it rewrites a text before merging", "a tokenizer.json does as well")
     if any(piece.kind == UNUSED for piece in pieces):
         reject(file, "it has unused pieces", "a tokenizer.json does as well")
-    if config.get("add_eos_token"):
-        reject(file, "add_eos_token is true", "supported are tokens before a text")
     begins = config.get("add_bos_token", True) and "bos_token" in named
     space = Space("never", False)
     if last(normalizer, ADDS_SPACE, 1) and config.get("add_prefix_space", True):

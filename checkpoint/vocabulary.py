@@ -87,8 +87,11 @@ def steps_of(node: Json | None, name: str) -> list[Json]:
 
 def read_tokenizer_config(folder: Path) -> Json:
     """tokenizer_config.json; where that names no token, special_tokens_map.json may."""
-    names = read_optional(folder / "special_tokens_map.json")
-    return names | read_optional(folder / "tokenizer_config.json")
+    file = folder / "tokenizer_config.json"
+    config = read_optional(folder / "special_tokens_map.json") | read_optional(file)
+    if config.get("add_eos_token"):
+        reject(file, "add_eos_token is true", "supported are tokens before a text")
+    return config
 
 
 def refused_settings(model: Json, *more: str) -> Json:
