@@ -338,12 +338,16 @@ class HeadTraining(Training):
 
 @torch.no_grad()
 def evaluate_head(head: EagleHead, texts: Sequence[Batch], num_steps: int) -> str:
-    """On held-out texts: the acceptance of each draft, if those before it were accepted."""
-    rows = []
+    """On held-out texts: the acceptance of each draft, if those before it were accepted. It is a
+    mean over the rows of all batches."""
+    sums = torch.zeros(num_steps)
+    num_rows = torch.zeros(num_steps)
     for batch in texts:
         _, alphas = losses(head, batch.to(head.device), num_steps)
-        rows.append(torch.stack(alphas))
-    alphas = torch.stack(rows).mean(0)
+        counts = torch.tensor([len(predicting_rows(batch, 2 + s)) for s in range(num_steps)])
+        sums += counts * torch.stack(alphas).cpu()
+        num_rows += counts
+    alphas = sums / num_rows.clamp(min=1)
     tokens_a_round = 1 + alphas.cumprod(0).sum().item()
     by_step = " ".join(f"{alpha:.3f}" for alpha in alphas.tolist())
     return f"acceptance {by_step}; tokens a round of {num_steps} drafts: {tokens_a_round:.2f}"

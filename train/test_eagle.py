@@ -133,12 +133,25 @@ def test_the_commonest_tokens_are_in_the_order_of_their_ids():
 
 
 def test_a_draft_counts_if_those_before_it_are_accepted(monkeypatch):
-    """By the means of two batches: 1 + 0.5 + 0.5 · 0.4."""
+    """By the means of two batches of as many rows: 1 + 0.5 + 0.5 · 0.4."""
     head = training().student
     alphas = iter([[0.4, 0.3], [0.6, 0.5]])
     monkeypatch.setattr(eagle, "losses", lambda *_: ([], list(map(torch.tensor, next(alphas)))))
-    said = evaluate_head(head, batches(TEXTS, 1), 2)
+    said = evaluate_head(head, batches(TEXTS[:1] * 2, 1), 2)
     assert said == "acceptance 0.500 0.400; tokens a round of 2 drafts: 1.70"
+
+
+def test_every_row_counts_alike_in_the_acceptance():
+    """A batch of short texts counts less than one of long texts, and not at all where it has no
+    row."""
+    head = training().student
+    short = Text([5, 9], 0)  # one row in the first step, none in the second
+    long = Text([*range(9)], 0)
+    texts = batches([short, short, long, long], 2)
+    (first, _), (first_of_long, second_of_long) = (losses(head, batch, 2)[1] for batch in texts)
+    first = (first + 8 * first_of_long) / 9
+    said = evaluate_head(head, texts, 2)
+    assert said.startswith(f"acceptance {first:.3f} {second_of_long:.3f};")
 
 
 def test_products_in_bfloat16_give_almost_the_same_losses():
