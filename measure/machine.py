@@ -3,7 +3,8 @@
 Two CPUs of one name may have different instructions, which decide how fast products are: so the
 instruction set is part of the file's name. results/amd-epyc-avx512-vnni.json is of an AMD EPYC with
 AVX-512 and VNNI. Held down to an older CPU (LLAMA_MARCH, see cpu/compiled.py), a machine writes the
-results of that CPU.
+results of that CPU. Without C (no compiler, LLAMA_NATIVE=0 or LLAMA_PLAIN=1), its file is
+results/<cpu>-no-c.json.
 """
 
 import os
@@ -11,11 +12,13 @@ import platform
 import re
 import subprocess
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from kernels import Ops, ops_for
 from measure.clock import read_bandwidth
 
 CPUINFO = Path("/proc/cpuinfo")
@@ -70,9 +73,14 @@ def has_bfloat16() -> bool:
     return re.search("bf16|sapphirerapids", instructions()) is not None
 
 
+def has_c() -> bool:
+    """Whether a CPU's products are those of C."""
+    return type(ops_for("cpu")) is not Ops and import_module("cpu.native").library() is not None
+
+
 def instruction_set() -> str:
     """The widest instructions that products use, or the kind of CPU."""
-    if os.environ.get("LLAMA_NATIVE") == "0":
+    if not has_c():
         return "no-c"
     known = re.split(r"[\s+]+", instructions())
     found = [name for flag, name in INSTRUCTIONS.items() if flag in known]

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from cpu import native
 from measure import clock, machine
 
 
@@ -14,8 +15,8 @@ def cpu(tmp_path, monkeypatch):
     """Pretends a CPU of this name with these flags."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(machine, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(machine, "has_c", lambda: True)
     monkeypatch.delenv("LLAMA_MARCH", raising=False)
-    monkeypatch.delenv("LLAMA_NATIVE", raising=False)
 
     def pretend(name: str, flags: str) -> None:
         lines = f"processor\t: 0\nmodel name\t: {name}\nflags\t\t: {flags}\n"
@@ -71,8 +72,16 @@ def test_a_machine_that_is_held_down_writes_the_file_of_the_older_cpu(cpu, monke
         monkeypatch.setenv("LLAMA_MARCH", march)
         assert machine.has_bfloat16() == (words == "amx")
         assert machine.results_file().name == f"intel-r-xeon-r-2-0ghz-{words}.json"
-    monkeypatch.setenv("LLAMA_NATIVE", "0")
-    assert machine.instruction_set() == "no-c"
+
+
+def test_figures_without_c_have_a_file_of_their_own(monkeypatch):
+    """A machine that has no compiler, or whose C is turned off, is much slower."""
+    with monkeypatch.context() as changed:
+        changed.setattr(native, "load_library", lambda: native.Loaded(None, "no compiler"))
+        assert machine.results_file().stem.endswith("-no-c")
+    assert machine.has_c() == (native.library() is not None)
+    monkeypatch.setenv("LLAMA_PLAIN", "1")
+    assert machine.results_file().stem.endswith("-no-c")
 
 
 def test_a_gpu_is_named_alone(monkeypatch):
