@@ -399,7 +399,7 @@ def student_tokenizer(
     args: argparse.Namespace, out: Path, stories: Sequence[str]
 ) -> tuple[Tokenizer, int]:
     """The tokenizer of a model, or that in `out`, learned from stories; its end of text."""
-    name = args.target or args.start
+    name = args.tokenizer
     folder = out if name is None else find_folder(name)
     if name is None and (out / "tokenizer.json").exists():
         say(f"{out} has a tokenizer already: --vocab is not looked at")
@@ -447,7 +447,7 @@ def distill(args: argparse.Namespace) -> None:
     told is a message, not a result: the folder is written whether or not anybody reads."""
     check_out(args.out, (args.target, args.start))
     stories = read_stories(args.data) if args.data else []
-    if not stories and (args.target is None or args.own == 0):
+    if not stories and args.target is None:
         raise UserError(
             "there is no text to learn from: give some with --data, or name a --target, which "
             "tells texts"
@@ -483,7 +483,7 @@ def train_student(args: argparse.Namespace, stories: Sequence[str], target: Llam
         held_out = Corpus.encode(held_out_stories, tokenizer, end)
     else:
         held_out = sample_corpus(target, 12, args.length + 1, end, args.seed + 1)
-    if args.target is not None and args.own > 0:
+    if args.tells:
         sampled = sample_corpus(target, args.tales, args.length + 1, end, args.seed)
     recipe = Hyperparameters(
         steps=args.steps,
@@ -499,9 +499,8 @@ def train_student(args: argparse.Namespace, stories: Sequence[str], target: Llam
     training = Training(student, text, target, sampled=sampled, recipe=recipe)
     training.run(checkpoint)
     say(shown("after", evaluate(student, held_out, target)))
-    name = args.target or args.start
-    if name is not None:
-        bpe.copy_files(find_folder(name), out, bpe.FILES)
+    if args.tokenizer is not None:
+        bpe.copy_files(find_folder(args.tokenizer), out, bpe.FILES)
     save_model(student, out)
 
 
@@ -583,14 +582,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         p.error("--from-scratch takes neither --target nor --from")
     if args.target is None and args.start is None and not args.from_scratch:
         args.target = "tiny"
+    args.tokenizer = args.target or args.start  # whose it is; None: a new one
     is_alone = args.target is None
+    args.tells = not is_alone and args.own > 0  # whether the target tells texts to learn from
     useless = [  # where, which flags, why
         (args.start, "vocab layers width mlp heads", "with --from, which has them"),
         (not args.from_scratch, "vocab", "but with --from-scratch: a student has its target's"),
         (is_alone, "own tales overlap", "without a --target"),
         (not is_alone and not args.data, "own", "without --data: all texts are the target's"),
         (args.own == 0, "tales", "with --own 0"),
-        (is_alone and args.start, "seed", "with --from and without a --target"),
+        (args.start and not args.tells, "seed", "with --from, if no --target tells texts"),
     ]
     for is_useless, names, why in useless:
         if is_useless:

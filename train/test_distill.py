@@ -336,8 +336,10 @@ def test_bad_flags_are_one_line(
     table = """
         --from-scratch → no text to learn from
         --own 0.3 → --own has no use without --data
+        --own 0 → --own has no use without --data
         --data x --own 0 --tales 3 → --tales has no use with --own 0
         --from {base} --data {stories} --seed 2 → --seed has no use with --from
+        --from {base} --target {base} --data {stories} --own 0 --seed 2 → --seed has no use with
         --target {endless} → names no token that ends a text
         --target {short} --length 32 → must be below 32 positions
         --from-scratch --data nowhere.txt → No such file
