@@ -108,13 +108,20 @@ def sample_corpus(llama: Llama, count: int, length: int, end: int, seed: int) ->
     return Corpus(torch.cat(texts), end)
 
 
+def longest(student: Llama, target: Llama | None) -> int:
+    """The positions that both models have."""
+    return min(llama.config.max_position_embeddings for llama in (student, target or student))
+
+
 @torch.no_grad()
 def evaluate(
     student: Llama, text: Corpus, target: Llama | None = None, length: int = 512, count: int = 40
 ) -> dict[str, float]:
-    """On held-out text, in the models' dtype: bits a token, bits a byte, α against the target."""
+    """On held-out text, in the models' dtype: bits a token, bits a byte, α against the target.
+    length: of a window of text, at most; a model may have fewer positions."""
     bits = []
     alphas = []
+    length = min(length, longest(student, target))
     for window in text.windows(length, count).to(student.device):  # int64[N + 1]
         q_logits = student(window[:-1])  # [N, V]
         bits.append(F.cross_entropy(q_logits.float(), window[1:]).item() / math.log(2))
@@ -472,10 +479,9 @@ def train_student(args: argparse.Namespace, stories: Sequence[str], target: Llam
             f"{args.start} has {student.config.vocab_size} tokens and {args.target} {vocab_size}: "
             "a draft must share its target's vocabulary"
         )
-    models = (student, target or student)
-    longest = min(model.config.max_position_embeddings for model in models)
-    if args.length >= longest:
-        raise UserError(f"--length is {args.length}: it must be below {longest} positions")
+    most = longest(student, target)
+    if args.length >= most:
+        raise UserError(f"--length is {args.length}: it must be below {most} positions")
     text = None
     sampled = None
     if stories:

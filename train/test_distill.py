@@ -128,6 +128,13 @@ def test_bits_a_byte_count_the_bytes_of_the_text() -> None:
     )
 
 
+def test_no_model_is_measured_beyond_its_positions() -> None:
+    short, long = (Llama(replace(CONFIG, max_position_embeddings=n)) for n in (32, 1000))
+    for student, target in ((short, None), (short, long), (long, short)):
+        found = evaluate(student, some_text(), target)
+        assert found == evaluate(student, some_text(), target, length=32)
+
+
 def test_a_batch_is_its_sequences_one_by_one() -> None:
     llama = new_model(CONFIG, 5)
     tokens = torch.randint(256, (3, 12), generator=torch.Generator().manual_seed(0))
