@@ -94,17 +94,23 @@ def acceptance(p_logits: Tensor, q_logits: Tensor) -> Tensor:
     return torch.minimum(p, q).sum(-1)
 
 
-def sample_corpus(llama: Llama, count: int, length: int, end: int, seed: int) -> Corpus:
-    """`count` texts of `length` tokens, sampled at temperature 1, all in one batch (batcher.py)."""
+def sample_corpus(
+    llama: Llama, count: int, length: int, end: int, seed: int, prefix: Sequence[int] = ()
+) -> Corpus:
+    """`count` texts of `length` tokens, sampled at temperature 1, all in one batch (batcher.py).
+    They follow what begins a prompt, which stays before them, or else an end of text."""
     requests = []
     for i in range(count):
         settings = Settings(temperature=1.0, seed=(seed << 32) + i, max_tokens=length)
-        requests.append(Request([end], settings))
-    cache = KVCache(llama.kv_spec(), length, count)
+        requests.append(Request(prefix or [end], settings))
+    cache = KVCache(llama.kv_spec(), length + len(prefix), count)
     runner = ModelRunner(llama, cache, Drawing(llama.config.vocab_size))
     for _ in Batcher(runner, count).run(requests):
         pass
-    texts = [torch.tensor([*request.tokens[1:], end]) for request in requests]
+    texts = []
+    for request in requests:
+        told = request.tokens[request.num_prompt_tokens :]
+        texts.append(torch.tensor([*prefix, *told, end]))
     return Corpus(torch.cat(texts), end)
 
 
@@ -482,15 +488,16 @@ def train_student(args: argparse.Namespace, stories: Sequence[str], target: Llam
     most = longest(student, target)
     if args.length >= most:
         raise UserError(f"--length is {args.length}: it must be below {most} positions")
+    prefix = tokenizer.prompt("")
     text = None
     sampled = None
     if stories:
         text = Corpus.encode(train_stories, tokenizer, end)
         held_out = Corpus.encode(held_out_stories, tokenizer, end)
     else:
-        held_out = sample_corpus(target, 12, args.length + 1, end, args.seed + 1)
+        held_out = sample_corpus(target, 12, args.length + 1, end, args.seed + 1, prefix)
     if args.tells:
-        sampled = sample_corpus(target, args.tales, args.length + 1, end, args.seed)
+        sampled = sample_corpus(target, args.tales, args.length + 1, end, args.seed, prefix)
     recipe = Hyperparameters(
         steps=args.steps,
         batch=args.batch,

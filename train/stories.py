@@ -58,7 +58,7 @@ def hold_out(stories: Sequence[T]) -> tuple[list[T], list[T]]:
 
 
 class Corpus:
-    """Stories end to end, an end-of-text token after each."""
+    """Stories end to end. Each begins as a prompt does, and an end-of-text token follows it."""
 
     def __init__(self, tokens: Tensor, end: int, size: int | None = None):
         self.tokens = tokens  # int64[S]
@@ -70,7 +70,7 @@ class Corpus:
     def encode(cls, stories: Sequence[str], tokenizer: Tokenizer, end: int) -> "Corpus":
         tokens = []
         for story in stories:
-            tokens += tokenizer.encode(story)
+            tokens += tokenizer.prompt(story)
             tokens.append(end)
         size = sum(len(story.encode()) for story in stories)
         return cls(torch.tensor(tokens), end, size)

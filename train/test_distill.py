@@ -331,6 +331,29 @@ def test_what_is_measured_on_is_not_what_is_learned_from(
     assert len(texts(run.text)) == (0 if tells else 22)
 
 
+def test_a_draft_learns_what_its_targets_prompts_begin_with(
+    tmp_path: Path, stories: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Llama 3's begin with a begin-of-text, and so does each story, and each text that it tells."""
+    target = write_model(tmp_path / "target")
+    file = target / "tokenizer.json"
+    single = [{"SpecialToken": {"id": "B"}}, {"Sequence": {"id": "A"}}]
+    first = dict(type="TemplateProcessing", single=single, special_tokens={"B": {"ids": [257]}})
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"post_processor": first}))
+    runs: list[Training] = []
+    measured: list[Corpus] = []
+    monkeypatch.setattr(Training, "run", lambda run, checkpoint: runs.append(run))
+    monkeypatch.setattr(distill, "evaluate", lambda _, text, __: measured.append(text) or {})
+    for name, data in (("told", []), ("read", ["--data", stories])):
+        command = ["--target", str(target), "--out", str(tmp_path / name), "--tales", "4", *data]
+        assert distill.main([*command, *SIZES, *SHAPE]) == 0
+    told = {str(text.tolist()) for run in runs for text in run.sampled.tokens.view(4, 19)}
+    assert len(told) == 4 and all(text.startswith("[257, ") for text in told)
+    assert measured[0].tokens.view(12, 19)[:, 0].tolist() == [257] * 12
+    for text in (runs[1].text, measured[-1]):
+        assert text.tokens[text.starts[:-1]].tolist() == [257] * (len(text.starts) - 1)
+
+
 def test_bad_flags_are_one_line(
     tmp_path: Path, stories: str, base: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
