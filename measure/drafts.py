@@ -66,7 +66,9 @@ def prompts_of(file: Path) -> list[str]:
     if not file.exists():
         raise UserError(f'--prompts {file} is missing: name a file of lines {{"prompt": "…"}}')
     prompts = []
-    for number, line in enumerate(read_bounded(file).splitlines(), 1):
+    for number, line in enumerate(read_bounded(file).split("\n"), 1):
+        if not line.strip():
+            continue
         try:
             fields = parse_json(line)
         except (ValueError, RecursionError):

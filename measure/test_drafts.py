@@ -64,3 +64,12 @@ def test_every_draft_is_measured_at_both_temperatures_in_all_widths(tmp_path):
     file.write_text("")
     with pytest.raises(UserError, match="no prompts"):
         drafts.prompts_of(file)
+
+
+def test_only_a_newline_ends_a_line_of_prompts(tmp_path):
+    """JSON may hold other characters that end a line for Python."""
+    file = tmp_path / "prompts.jsonl"
+    prompts = ["a\u2028b", "c\x85"]
+    lines = [json.dumps({"prompt": prompt}, ensure_ascii=False) for prompt in prompts]
+    file.write_text("\r\n\n".join(lines) + "\n", encoding="utf-8")
+    assert drafts.prompts_of(file) == prompts
