@@ -76,7 +76,10 @@ def pieces(
         found = encode(text[: size * count], tokenizer).split(length)[:count]
     found = [piece for piece in found if len(piece) > 1]
     if not found:
-        raise UserError(f"{file} holds no text: at least two tokens are needed")
+        raise UserError(
+            f"{file} holds no text: at least two tokens are needed, or ten stories if it holds "
+            "stories, of which every tenth is held out"
+        )
     return found
 
 

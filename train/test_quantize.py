@@ -227,6 +227,7 @@ def test_bad_flags_are_one_line(small, tmp_path, capsys):
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\xff")
     (tmp_path / "empty").write_text("")
     (tmp_path / "letter").write_text("a")
+    (tmp_path / "few").write_text("A story.<|endoftext|>\n" * 9)
     table = """
         {plain} → give either --out
         {plain} --out {out} --table {file} → give either --out
@@ -245,6 +246,7 @@ def test_bad_flags_are_one_line(small, tmp_path, capsys):
         {plain} --out {out} --method awq --data {tmp}/bytes → bytes cannot be read as UTF-8 text
         {plain} --out {out} --method awq --data {tmp}/empty → empty holds no text
         {plain} --out {out} --method awq --data {tmp}/letter → letter holds no text
+        {plain} --table {tmp}/few → ten stories if it holds stories
         {plain} --out {out} --bits 5 → --bits
         {plain} --out {out} --group 16 → --group
     """
