@@ -107,10 +107,8 @@ def sample_corpus(
     runner = ModelRunner(llama, cache, Drawing(llama.config.vocab_size))
     for _ in Batcher(runner, count).run(requests):
         pass
-    texts = []
-    for request in requests:
-        told = request.tokens[request.num_prompt_tokens :]
-        texts.append(torch.tensor([*prefix, *told, end]))
+    first = 0 if prefix else 1  # an end of text before it is left out
+    texts = [torch.tensor([*request.tokens[first:], end]) for request in requests]
     return Corpus(torch.cat(texts), end)
 
 
