@@ -200,16 +200,16 @@ def stream_seconds(engine: Engine, scale: Scale, gamma: int | None = 0) -> float
     return median([text_seconds(engine, scale, turn, gamma) for turn in turns][1:])
 
 
-def open_texts(spec: KVSpec, counts: Sequence[int], past: int) -> AttentionMetadata:
+def open_texts(spec: KVSpec, counts: Sequence[int], past: int, fewer: int = 5) -> AttentionMetadata:
     """Texts with random keys and values in the first layer -> a step of so many more tokens of
-    each. past: tokens of the first text; each next one has fewer."""
+    each. past: tokens of the first text; each next one has so many fewer."""
     num_blocks = len(counts) * ((past + max(counts)) // 16 + 1)
     cache = PagedCache(spec, num_blocks)
     seqs = [cache.open(())[0] for _ in counts]
     if past:
         old = []
         for i, seq in enumerate(seqs):
-            length = max(1, past - 5 * i)
+            length = max(1, past - fewer * i)
             old.append((seq, [0] * length))
         slot_mapping = cache.extend(old).slot_mapping.long()
         shape = len(slot_mapping), spec.kv_heads, spec.head_dim
@@ -223,11 +223,11 @@ def open_texts(spec: KVSpec, counts: Sequence[int], past: int) -> AttentionMetad
 
 
 def attention_call(scale: Scale, num_texts: int, count: int, kv_bits: str) -> Kernel:
-    """Attention of each text's newest `count` tokens, of `scale.prompt` or a few less."""
+    """Attention of each text's newest `count` tokens, of `scale.prompt`, as the peers' is."""
     c = SHAPES[scale.target]
     G = c.num_key_value_heads
     spec = KVSpec(1, G, c.head_dim, dtype=scale.dtype, bits=WIDTHS[kv_bits], device=scale.device)
-    metadata = open_texts(spec, [count] * num_texts, scale.prompt - count)
+    metadata = open_texts(spec, [count] * num_texts, scale.prompt - count, fewer=0)
     num_heads = c.num_attention_heads + 2 * G
     qkv = random_numbers(scale, num_texts * count, num_heads, c.head_dim)
     read = spec.bytes(sum(sequence.seq_len for sequence in metadata.sequences))

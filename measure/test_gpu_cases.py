@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kvcache import KVSpec
 from measure import gpu_cases, gpu_parts, gpu_peers
 from measure.gpu_parts import QUICK, SHAPES, Scale, random_engine, random_model, stopwatch
 from measure.serving import random_request
@@ -53,6 +54,16 @@ def test_acceptance_in_the_production_loop_is_the_coins():
     request = random_request(8, 160, 1, gamma=3)
     list(engine.batcher.run([request]))
     assert abs(request.acceptance - 0.8) < 0.1
+
+
+@torch.inference_mode()
+def test_our_attention_reads_as_many_keys_as_the_peers():
+    """Those of `gpu_peers.sdpa`: of each text all tokens of scale.prompt."""
+    c = SHAPES["tiny"]
+    token = KVSpec(1, c.num_key_value_heads, c.head_dim, dtype=QUICK.dtype).bytes(1)
+    for num_texts, count in ((1, QUICK.prompt), (4, 1)):
+        _, read = gpu_parts.attention_call(QUICK, num_texts, count, "16")
+        assert read == num_texts * QUICK.prompt * token
 
 
 @torch.inference_mode()
