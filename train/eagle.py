@@ -414,6 +414,9 @@ def train(args: argparse.Namespace) -> None:
                 "leave it out"
             )
     model = Model.load(args.target, device, torch.float32, args.bits)
+    most = model.llama.config.max_position_embeddings
+    if not 1 < args.length <= most:
+        raise UserError(f"--length is {args.length}: it must be from 2 to {most} positions")
     requests = requests_for(model, args)
     if len(requests) // 10 < args.batch:
         raise UserError(

@@ -267,6 +267,14 @@ def test_data_that_cannot_be_told_is_refused(base, tmp_path, capsys, line):
     assert not (tmp_path / "head").exists()
 
 
+@pytest.mark.parametrize("length", [1, 97])
+def test_a_length_that_the_target_cannot_have_is_refused_at_once(base, tmp_path, capsys, length):
+    out = tmp_path / "head"
+    assert eagle.main(["--target", str(base), "--out", str(out), "--length", str(length)]) == 2
+    assert f"--length is {length}: it must be from 2 to 96" in capsys.readouterr().err
+    assert not out.exists()
+
+
 def test_autocast_refuses_quantized_weights_before_texts_are_told(base, tmp_path, capsys):
     quantized = tmp_path / "int8"
     assert quantize.main([str(base), "--bits", "8", "--out", str(quantized)]) == 0
