@@ -175,12 +175,15 @@ class Tokenizer:
         return tokenizer
 
     def difference(self, other: "Tokenizer") -> str | None:
-        """The first token that differs between both vocabularies, in words; None: they agree."""
+        """The first token that the other vocabulary has otherwise, or not at all, in words; None:
+        they agree."""
         ours = self._vocabulary.tokens
         theirs = other._vocabulary.tokens
         for id in sorted(ours.keys() | theirs.keys()):
             if ours.get(id) != theirs.get(id):
                 return f"token {id} is {ours.get(id)} in one and {theirs.get(id)} in the other"
+        if other.vocab_size < self.vocab_size:  # its model has fewer rows
+            return f"tokens from {other.vocab_size} on are missing"
         return None
 
     # ---- Text to tokens
