@@ -80,7 +80,7 @@ PRE_TOKENIZERS = {
     "tekken": PreTokenizer([TEKKEN_SPLIT], keeps_tokens=True, begins=True),
     **dict.fromkeys(("smollm", "starcoder", "refact"), DIGITS_THEN_GPT2),
     "gpt-2": PreTokenizer([GPT2_SPLIT]),
-    "qwen2": PreTokenizer([QWEN2_SPLIT], normalizes=True),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), PreTokenizer([QWEN2_SPLIT], normalizes=True)),
     "deepseek-coder": PreTokenizer(
         ["[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", CHINESE_AND_KOREAN, r"\p{N}"]
     ),

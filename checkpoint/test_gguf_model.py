@@ -231,9 +231,10 @@ def tiny_gguf(file: Path, folder: str = "tiny", **more: bytes) -> Path:
     return write(file, list((metadata | more).items()), tensors)
 
 
-def test_qwens_texts_get_their_normal_form(tmp_path):
+@pytest.mark.parametrize("name", ["qwen2", "deepseek-r1-qwen"])
+def test_qwens_texts_get_their_normal_form(tmp_path, name):
     """It is not stored."""
-    pre = {"tokenizer.ggml.pre": string("qwen2")}
+    pre = {"tokenizer.ggml.pre": string(name)}
     qwen = Tokenizer.load(tiny_gguf(tmp_path / "qwen.gguf", "tiny-draft", **pre))
     other = Tokenizer.load(ROOT / "models" / "tiny-draft")
     text = "cafe\u0301 12"
