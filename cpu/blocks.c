@@ -71,6 +71,8 @@ long runs_here() {
     return __builtin_cpu_supports("avx512vnni") != 0;
 #elif defined __AVX512F__
     return __builtin_cpu_supports("avx512bw") != 0;
+#elif defined __AVXVNNI__
+    return __builtin_cpu_supports("avxvnni") != 0;
 #elif defined __AVX2__
     return __builtin_cpu_supports("avx2") != 0;
 #else
@@ -124,7 +126,11 @@ INLINE vec number(ints i) { return (vec)_mm256_cvtepi32_ps((__m256i)i); }
 INLINE vec larger(vec a, vec b) { return (vec)_mm256_max_ps((__m256)a, (__m256)b); }
 INLINE vec smaller(vec a, vec b) { return (vec)_mm256_min_ps((__m256)a, (__m256)b); }
 INLINE ints dot(ints s, ints a, ints b) {
+#ifdef __AVXVNNI__
+    return (ints)_mm256_dpwssd_avx_epi32((__m256i)s, (__m256i)a, (__m256i)b);
+#else
     return s + (ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#endif
 }
 #elif defined __aarch64__
 INLINE ints widen_u16(const uint16_t *p) { return (ints)vmovl_u16(vld1_u16(p)); }
@@ -413,7 +419,7 @@ INLINE vec scales(const Stretch *a, long at) {
 
 // A sum is in its register now. Else GCC makes all products of a unit first, and stores them, where
 // a product and its addition are two instructions.
-#if defined __AVX2__ && !defined __AVX512VNNI__
+#if defined __AVX2__ && !defined __AVX512VNNI__ && !defined __AVXVNNI__
 #define SETTLE_whole(sum) __asm__("" : "+v"(sum))
 #else
 #define SETTLE_whole(sum)

@@ -11,9 +11,9 @@ as is one that cannot be loaded. Whoever can write to the folder can run code he
 user's alone.
 
     CC             the compiler, with arguments if need be: "ccache gcc". Default: gcc
-    LLAMA_MARCH    the CPU to compile for, in place of this one: x86-64-v3 (AVX2), skylake-avx512
-                   (no VNNI), icelake-server (no AMX), armv8-a (no dot product). This CPU must be
-                   able to run it
+    LLAMA_MARCH    the CPU to compile for, in place of this one: x86-64-v3 (AVX2), alderlake
+                   (AVX-VNNI), skylake-avx512 (no VNNI), icelake-server (no AMX), armv8-a (no dot
+                   product). This CPU must be able to run it
 
 Invariant: what is loaded was compiled by this user, from this source, for this CPU.
 Not covered: systems other than Linux and macOS; removing libraries of older sources, or what a

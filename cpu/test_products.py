@@ -111,13 +111,15 @@ def test_the_error_of_a_product_has_one_bound(layout):
 @pytest.mark.slow  # C is compiled for other CPUs
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the instructions are x86's")
 def test_products_by_whole_numbers_have_the_same_bits_on_every_cpu(tmp_path):
-    """With AVX2, with AVX-512, and with AMX, whose instructions .ci/amx.c emulates."""
+    """With AVX2, AVX-VNNI and AVX-512, and with AMX, whose instructions .ci/amx.c emulates."""
     emulator = tmp_path / "amx.so"
     source = Path(__file__).parent.parent / ".ci" / "amx.c"
     command = ["gcc", "-O2", "-shared", "-fPIC", "-o", emulator, source, "-lm"]
     subprocess.run(command, check=True)
     cpus = {"amx": {"CC": "gcc -mamx-int8 -mamx-bf16", "LD_PRELOAD": str(emulator)}}
     cpus["avx2"] = {"LLAMA_MARCH": "x86-64-v3"}
+    if "avx_vnni" in cpu_features():
+        cpus["avx-vnni"] = {"LLAMA_MARCH": "alderlake"}
     if "avx512bw" in cpu_features():
         cpus["avx512"] = {"LLAMA_MARCH": "skylake-avx512"}
     code = "from cpu.test_products import digest, has_tiles; print(has_tiles(), digest())"

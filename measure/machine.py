@@ -28,6 +28,8 @@ INSTRUCTIONS = {  # a flag of Linux, or a name for LLAMA_MARCH -> our name, the 
     "avx512_vnni": "avx512-vnni",
     "avx512f": "avx512",
     "skylake-avx512": "avx512",
+    "avx_vnni": "avx-vnni",
+    "alderlake": "avx-vnni",
     "avx2": "avx2",
     "x86-64-v3": "avx2",
     "asimddp": "neon-dotprod",

@@ -27,11 +27,18 @@ def cpu(tmp_path, monkeypatch):
 
 def test_cpus_of_one_name_with_other_instructions_have_files_of_their_own(cpu):
     files = []
-    for flags in ("sse avx2", "sse avx2 avx512f", "avx2 avx512f avx512_vnni avx512_bf16", "sse"):
+    for flags in (
+        "sse avx2",
+        "avx2 avx_vnni",
+        "sse avx2 avx512f",
+        "avx2 avx_vnni avx512f avx512_vnni avx512_bf16",
+        "sse",
+    ):
         cpu("AMD EPYC", flags)
         files.append(machine.results_file().as_posix())
     assert files == [
         "results/amd-epyc-avx2.json",
+        "results/amd-epyc-avx-vnni.json",
         "results/amd-epyc-avx512.json",
         "results/amd-epyc-avx512-vnni.json",
         f"results/amd-epyc-{platform.machine().replace('_', '-')}.json",
@@ -67,7 +74,8 @@ def test_a_mac_is_no_gpu(cpu, monkeypatch):
 def test_a_machine_that_is_held_down_writes_the_file_of_the_older_cpu(cpu, monkeypatch):
     cpu("Intel(R) Xeon(R) @ 2.0GHz", "avx2 avx512f avx512_bf16 avx512_vnni")
     assert machine.has_bfloat16()
-    marches = {"sapphirerapids": "amx", "x86-64-v3": "avx2", "skylake-avx512": "avx512"}
+    marches = {"sapphirerapids": "amx", "alderlake": "avx-vnni"}
+    marches |= {"x86-64-v3": "avx2", "skylake-avx512": "avx512"}
     for march, words in marches.items():
         monkeypatch.setenv("LLAMA_MARCH", march)
         assert machine.has_bfloat16() == (words == "amx")
