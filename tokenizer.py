@@ -219,6 +219,10 @@ class Tokenizer:
         parts = Finder(self.specials).split(text)
         return parts[1] if len(parts) > 1 else ""
 
+    def template(self, tools: list[Json] | None) -> str | None:
+        """The source of the chat template, with tools or without."""
+        return self.chat_template if tools is None else self.tool_template
+
     def chat(
         self,
         messages: list[Message],
@@ -228,7 +232,7 @@ class Tokenizer:
     ) -> list[int]:
         """The tokens of a conversation, [{"role": …, "content": …}, …], by the template, which may
         know enable_thinking."""
-        source = self.chat_template if tools is None else self.tool_template
+        source = self.template(tools)
         if source is None:
             raise UserError(
                 "there is no chat template; use a text, or a folder with a chat_template.jinja"

@@ -208,7 +208,7 @@ def read_chat(body: Body, tools: Tools | None, offer: Offer) -> list[list[int]]:
     declared = None if tools is None else [function.tool for function in tools.declared]
     size = len(json.dumps([conversation, declared], ensure_ascii=False))
     check_characters("messages", size, offer)
-    thinking = read_thinking(body, offer)
+    thinking = read_thinking(body, offer.model.tokenizer.template(declared))
     if offer.model.uses_template(None):
         tokens = offer.model.tokenizer.chat(conversation, enable_thinking=thinking, tools=declared)
     else:
@@ -218,12 +218,12 @@ def read_chat(body: Body, tools: Tools | None, offer: Offer) -> list[list[int]]:
     return [tokens]
 
 
-def read_thinking(body: Body, offer: Offer) -> bool | None:
-    """What the template is to get as enable_thinking. A reasoning_effort of none asks not to think,
-    where there is a choice."""
+def read_thinking(body: Body, template: str | None) -> bool | None:
+    """What the chat template is to get as enable_thinking. A reasoning_effort of none asks not to
+    think, where the template has the choice."""
     values = typed(body, "chat_template_kwargs", dict, {})
     check_listed(values, ("enable_thinking",), "chat_template_kwargs.")
-    has_choice = "enable_thinking" in (offer.model.tokenizer.chat_template or "")
+    has_choice = "enable_thinking" in (template or "")
     default = False if has_choice and body.get("reasoning_effort") == "none" else None
     return typed(values, "enable_thinking", bool, default)
 

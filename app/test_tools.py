@@ -282,6 +282,21 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Model.load(folder, "cpu", torch.float64)
 
 
+def test_a_reasoning_effort_of_none_is_for_the_template_that_is_used(tmp_path):
+    """That of tools may not know enable_thinking, which the other one knows."""
+    folder = with_tools(tmp_path / "tiny", is_tagged=True)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "chat_template.jinja").rename(folder / "additional_chat_templates" / "tool_use.jinja")
+    (folder / "chat_template.jinja").write_text(TEMPLATES[True] + "{{ enable_thinking }}")
+    offer = Offer(Model.load(folder, "cpu"), "tiny", 500, settings=Settings())
+
+    def prompt(**fields) -> str:
+        return offer.model.tokenizer.decode(read(True, offer, **fields).streams[0].request.tokens)
+
+    assert prompt(reasoning_effort="none") == prompt(reasoning_effort="auto") + "False"
+    assert prompt(reasoning_effort="none", tools=TOOLS) == prompt(tools=TOOLS)
+
+
 def joined(chunks: list[dict]) -> dict:
     """The choice that a stream's chunks add up to."""
     message: dict = {"content": "", "tool_calls": []}
