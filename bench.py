@@ -26,6 +26,7 @@ if __name__ == "__main__":  # slow imports follow: a signal ends them in silence
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -72,6 +73,7 @@ def parse_bench(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--gpu", metavar="CASE", help=f"on a GPU, models of true shapes: {', '.join(GPU_CASES)}"
     )
     p.add_argument("--readme", action="store_true", help="write the documents' tables and pictures")
+    p.add_argument("--plain", action="store_true", help="measure the pages without cpu/ and gpu/")
     p.add_argument("--quick", action="store_true", help="very little of all; kept only with --out")
     p.add_argument("--target", metavar="NAME", help="measure this model's steps, or compare it")
     p.add_argument(
@@ -96,14 +98,14 @@ def parse_bench(arguments: Sequence[str] | None) -> argparse.Namespace:
         p.error(f"--gpu is {args.gpu}: it must be one of {', '.join(names)}")
     measures_gpu = args.gpu and not args.plan
     for is_so, flags, why in (  # where flags would do nothing: "--gguf has no use but with …"
-        (args.plan, "against readme quick target draft_bits prompts gguf out", "with --plan"),
+        (args.plan, "against readme plain quick target draft_bits prompts gguf out", "with --plan"),
         (not args.plan, "gpus bits kv_bits context", "but with --plan"),
         (args.against != "llama.cpp", "gguf", "but with --against llama.cpp"),
         (not args.draft, "prompts draft_bits", "but with --draft"),
         (args.against or args.readme or measures_gpu, "draft", "with --against, --gpu or --readme"),
         (args.gpu or args.readme, "target against", "with --gpu or --readme"),
-        (args.readme, "gpu quick out", "with --readme"),
-        (args.gpu == "compile", "quick out", "with --gpu compile"),
+        (args.readme, "gpu plain quick out", "with --readme"),
+        (args.gpu == "compile", "plain quick out", "with --gpu compile"),
     ):
         if is_so:
             p.unused(args, flags, why)
@@ -220,6 +222,8 @@ def run_bench(args: argparse.Namespace) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse_bench(arguments)
+    if args.plain:
+        os.environ["LLAMA_PLAIN"] = "1"  # of other processes, too
     return status(lambda: run_bench(args))
 
 

@@ -11,8 +11,7 @@ documents, which show some of the answers.
 
 Invariant: a judge fails while the body is missing, and passes with the body of this project.
 Cost: a copy takes 20 MB, and a judge less than 20 seconds.
-Not covered: whether an answer is fast. The backends' own code is switched off (LLAMA_PLAIN=1),
-because it would answer in the function's place.
+Not covered: whether an answer is fast. Judges run the pages alone (LLAMA_PLAIN=1).
 """
 
 from __future__ import annotations
@@ -46,6 +45,7 @@ class Exercise(NamedTuple):
     function: str
     teaches: str
     tests: tuple[str, ...]  # its judges, the simplest first
+    flags: str | None = ""  # with which generate.py calls it; None: it never does
 
 
 EXERCISES = (
@@ -57,6 +57,7 @@ EXERCISES = (
             "test_generate.py::test_text_of_the_plain_loop_is_the_engines",
             "test_generate.py::test_every_end_of_text_token_ends_it_and_is_not_shown",
         ),
+        flags="--no-cache",
     ),
     Exercise(
         page="model.py",
@@ -93,6 +94,7 @@ EXERCISES = (
             "test_sampling.py::test_order_of_top_k_top_p_and_min_p",
             "test_sampling.py::test_probabilities_are_those_of_the_definition",
         ),
+        flags="--top-k 5",
     ),
     Exercise(
         page="sampling.py",
@@ -104,6 +106,7 @@ EXERCISES = (
             "test_sampling.py::test_coin_bits_are_those_of_splitmix64",
             "test_speculative.py::test_coupled_drafts_are_accepted_as_often_as_the_paper_says",
         ),
+        flags="--temperature 1",
     ),
     Exercise(
         page="paged.py",
@@ -120,6 +123,7 @@ EXERCISES = (
             "test_speculative.py::test_law_of_every_row_of_a_ragged_batch_is_the_targets",
             "test_speculative.py::test_verify_follows_p_and_accepts_as_many_as_it_says",
         ),
+        flags="--draft tiny-draft --verify token --temperature 1",
     ),
     Exercise(
         page="speculative.py",
@@ -129,6 +133,7 @@ EXERCISES = (
             "test_speculative.py::test_coupled_drafts_are_accepted_as_often_as_the_paper_says",
             "test_speculative.py::test_law_of_coupled_mode_is_the_targets",
         ),
+        flags="--draft tiny-draft --verify coupled",
     ),
     Exercise(
         page="batcher.py",
@@ -145,6 +150,7 @@ EXERCISES = (
             "test_quant.py::test_a_vector_that_is_not_finite_is_read_as_nan",
             "test_quant.py::test_weights_are_rounded_to_the_nearest_code_of_a_tight_grid",
         ),
+        flags="--kv-bits 8",
     ),
     Exercise(
         page="proof.py",
@@ -154,6 +160,7 @@ EXERCISES = (
             "test_proof.py",
             "test_speculative.py::test_law_of_coupled_mode_is_the_targets",
         ),
+        flags=None,
     ),
 )
 NAMED = {exercise.function: exercise for exercise in EXERCISES}
@@ -171,7 +178,7 @@ def blanked(text: str, function: str) -> str:
 
 def sources() -> list[Path]:
     """The files of a copy."""
-    files = [ROOT / "pyproject.toml", *ROOT.glob("*.py")]
+    files = [ROOT / "pyproject.toml", ROOT / "edits.json", *ROOT.glob("*.py")]
     for folder in FOLDERS:
         for path in (ROOT / folder).rglob("*"):
             if path.is_file() and "__pycache__" not in path.parts:
@@ -192,9 +199,15 @@ def make(exercise: Exercise, folder: Path) -> int:
     text = page.read_text(encoding="utf-8")
     page.write_text(blanked(text, exercise.function), encoding="utf-8")
     judges = "\n    ".join(exercise.tests)
+    calls = "no command of generate.py calls it"
+    if exercise.flags is not None:
+        calls = " ".join(
+            ["this calls it: python generate.py", exercise.flags, '"Once upon a time"']
+        )
     write(
         f"{page} lacks the body, which is yours to write. Its judges are\n    {judges}\n"
         f"Run them: python exercise.py {exercise.function} {folder} --check\n"
+        f"In {folder}, {calls}\n"
     )
     return 0
 

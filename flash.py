@@ -40,6 +40,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from edits import put_back
 from kernels import HeadNorm, Ops, rotated
 
 triton = None
@@ -123,6 +124,8 @@ if triton is not None:
 class Flash(Ops):
     """The plain operations, but for attention over caches in 16 and 32 bits."""
 
+    language = "Triton attention, else plain PyTorch"
+
     def dtypes(
         self, stored: list[torch.dtype], asked: torch.dtype | None
     ) -> tuple[torch.dtype, torch.dtype]:
@@ -173,7 +176,11 @@ class Flash(Ops):
 
 def ops() -> Ops | None:
     """The backend of this page; None without Triton."""
-    return Flash() if triton else None
+    if triton is None:
+        return None
+    flash = Flash()
+    put_back(flash)
+    return flash
 
 
 def main() -> None:

@@ -28,9 +28,11 @@ if __name__ == "__main__":  # imports are slow: a signal, --help or a wrong flag
     tell_early(generate_flags)
 
 import os
+import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,12 +47,12 @@ from drafters import Drafter, ModelDrafter, NgramDrafter, SelfDrafter
 from eagle import EagleDrafter, EagleHead
 from errors import UserError, check_names
 from grammar import Grammars
-from kernels import free_memory, send
-from kvcache import Cache, KVCache, NoCache, contiguous_caches
+from kernels import Ops, free_memory, send
+from kvcache import Cache, KVCache, contiguous_caches
 from model import Llama
 from paged import PagedCache, paged_caches
 from quant import Kind, widths
-from request import Message, OutputStream, Request, Result, Settings
+from request import Message, OutputStream, Request, Result, RoundStats, Settings
 from runner import ModelRunner
 from sampling import Keyed, probabilities
 from settings import SETTINGS, Options, refuse_value
@@ -58,32 +60,33 @@ from speculative import Drawing
 from tokenizer import Tokenizer
 
 OPTIONS = tuple(Options.__dataclass_fields__)
-LOADING = ("device", "dtype", "bits")  # parameters of `Model.load`
+LOADING = ("device", "dtype", "bits", "plain")  # parameters of `Model.load`
 STEP_BUDGET = 512  # tokens of one pass, at most: longer prompts are read in chunks (batcher.py)
 
 
 @torch.inference_mode()
-def plain_loop(model: Model, prompt: str, max_tokens: int, temperature: float, seed: int) -> str:
+def plain_loop(model: Model, request: Request, use_cache: bool = True) -> Iterator[int]:
     """Read the prompt; then draw one token after the other."""
     llama = model.llama
-    tokens = model.encode(prompt)
-    text = []
-    cache = KVCache(llama.kv_spec(), len(tokens) + max_tokens)
+    settings = request.settings
+    filters = settings.temperature, settings.top_k, settings.top_p, settings.min_p
+    tokens = list(request.tokens)
+    cache = KVCache(llama.kv_spec(), len(tokens) + settings.max_tokens)
     seq, _ = cache.open(tokens)
     new = tokens  # what the cache lacks: first the prompt, then the last token
-    while len(text) < max_tokens:
-        metadata = cache.extend([(seq, new)])
+    for _ in range(settings.max_tokens):
+        metadata = cache.extend([(seq, new)]) if use_cache else None
         logits = llama(send(new, llama.device), metadata, slice(-1, None))  # [1, V]
         known = logits[:, : model.tokenizer.vocab_size]  # some models have more rows: padding
-        probs = probabilities(known, temperature)
-        position = len(tokens) + len(text)
+        probs = probabilities(known, *filters)
         # The random numbers of this seed and position (sampling.py).
-        coin = Keyed(send([seed], llama.device), send([position], llama.device))
-        new = coin.pick(probs).tolist()
-        if new[0] in model.eos_token_ids:
+        coin = Keyed(send([settings.seed], llama.device), send([len(tokens)], llama.device))
+        (token,) = coin.pick(probs).tolist()
+        yield token
+        if token in request.eos_token_ids:
             break
-        text += new
-    return model.tokenizer.decode(text, continues=True)  # a first space is kept
+        tokens.append(token)
+        new = [token] if use_cache else tokens
 
 
 # ---- Models --------------------------------------------------------------------------------------
@@ -113,12 +116,14 @@ class Model:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         bits: Kind = 16,
+        plain: bool = False,
     ) -> Model:
-        """An alias, a Hub id, a folder or a GGUF. bits: see quant.FORMATS."""
+        """An alias, a Hub id, a folder or a GGUF. bits: see quant.FORMATS. plain: run the pages as
+        they are written, without the faster code of cpu/ and gpu/."""
         folder = find_model(name)
         tokenizer = Tokenizer.load(folder)
         recommended = GenerationConfig.load(folder)
-        llama = Llama.load(folder, device, dtype, bits=bits)
+        llama = Llama.load(folder, device, dtype, bits=bits, ops=Ops() if plain else None)
         return cls(llama, tokenizer.of_model(llama.config.vocab_size), recommended, folder)
 
     def complete(self, settings: Settings) -> Settings:
@@ -266,7 +271,7 @@ def int4_draft(model: Model) -> Draft:
             "self) would not be faster: use --bits 16, or another draft or folder"
         )
     try:
-        copy = Llama.load(model.folder, target.device, target.dtype, bits=4)
+        copy = Llama.load(model.folder, target.device, target.dtype, bits=4, ops=target.ops)
     except UserError as error:
         raise UserError(f"the INT4 copy (--draft self): {error}; or name another draft") from None
     copy.embed = target.embed
@@ -312,7 +317,8 @@ def load_draft(
         if is_eagle(folder):
             head = load_eagle(EagleHead, folder, target, bits)
             return Draft(lambda cache: EagleDrafter(head, cache), (head,), draft_layers=1)
-        name = Model.load(folder, target.device, dtype, bits)
+        is_plain = type(target.ops) is Ops
+        name = Model.load(folder, target.device, dtype, bits, is_plain)
     if name is None or isinstance(name, Draft):
         return name
     if name in DRAFTS:
@@ -333,6 +339,48 @@ def load_draft(
 # ---- The engine ----------------------------------------------------------------------------------
 
 
+class PlainLoop:
+    """What `--no-cache` runs: `plain_loop`, one request after the other, by a Batcher's methods."""
+
+    def __init__(self, model: Model):
+        self.model = model
+        self.waiting: list[Request] = []
+        self.running: dict[Request, Iterator[int]] = {}
+
+    def add(self, request: Request) -> None:
+        settings = request.settings
+        if (
+            settings.follows
+            or settings.logprobs is not None
+            or settings.prompt_logprobs is not None
+        ):
+            raise UserError(
+                "without a cache there are no grammars and no logprobs: leave out --no-cache, or "
+                "--schema, --regex, --choice, --grammar, --logprobs and --prompt-logprobs"
+            )
+        request.arrived = time.perf_counter()
+        self.waiting.append(request)
+
+    def step(self) -> dict[Request, list[int]]:
+        if not self.running:
+            request = self.waiting.pop(0)
+            request.started = time.perf_counter()
+            self.running[request] = plain_loop(self.model, request, use_cache=False)
+        ((request, tokens),) = self.running.items()
+        new = list(islice(tokens, 1))  # [] if none are asked for
+        request.tokens += new
+        request.origins += ["plain"] * len(new)
+        request.rounds.append(RoundStats(num_drafts=0, num_accepted=0))
+        if request.finish_reason:
+            self.cancel(request)
+        return {request: new}
+
+    def cancel(self, request: Request) -> None:
+        self.running.pop(request, None)
+        if request in self.waiting:
+            self.waiting.remove(request)
+
+
 class Engine:
     """A target, a draft, their caches and the batch.
 
@@ -348,7 +396,16 @@ class Engine:
         max_len = model.max_total_tokens(options)
         vocab_size = model.tokenizer.vocab_size
         self.caches = make_caches(llama, draft, options, max_len, tokens)
+        self.max_len = max_len
+        self.runner = None
+        for setting in model.recommended.unsupported():
+            where = model.recommended.where
+            warnings.warn(f"this model's {where} asks for {setting}, which is not done here")
+        if not options.use_cache:
+            self.batcher = PlainLoop(model)
+            return
         cache = self.caches[0]
+        self.max_len = min(max_len, cache.max_len)
         draft_cache = self.caches[-1]  # the target's, if the draft has none of its own
         self.runner = ModelRunner(
             llama,
@@ -359,14 +416,11 @@ class Engine:
                 by_token=options.verify == "token",
             ),
             drafter=None if draft is None else draft.make(draft_cache),
-            budget=STEP_BUDGET if options.use_cache else max_len,  # a step reads all again
-            multi_step=llama.ops.multi_step if options.use_cache else 1,
+            budget=STEP_BUDGET,
+            multi_step=llama.ops.multi_step,
             grammars=model.grammars,
         )
         self.batcher = Batcher(self.runner, options.max_batch)
-        for setting in model.recommended.unsupported():
-            where = model.recommended.where
-            warnings.warn(f"this model's {where} asks for {setting}, which is not done here")
         if options.max_batch > 1:  # compile now what only steps of many texts launch
             llama.ops.warm_up(llama, cache, vocab_size)
             for draft_model in draft.models if draft else ():
@@ -374,9 +428,9 @@ class Engine:
 
     def describe(self) -> str:
         """The memory for keys and values, in a line."""
-        cache = self.caches[0]
-        if isinstance(cache, NoCache):
+        if not self.caches:
             return "keys and values: none are stored"
+        cache = self.caches[0]
         megabytes = sum(cache.bytes for cache in self.caches) / 1e6
         if isinstance(cache, PagedCache):
             size = f"{cache.pool.total:,} blocks of {cache.block_size} tokens"
@@ -418,14 +472,15 @@ class Engine:
         """Take a text out of the batch -> its result. reason: why it is cancelled."""
         self.batcher.cancel(stream.request)
         result = stream.finish(reason)
-        result.speculation = self.runner.report(stream.request)
+        if self.runner is not None:
+            result.speculation = self.runner.report(stream.request)
         return result
 
 
 def make_caches(
     target: Llama, draft: Draft | None, options: Options, max_len: int, tokens: int | None
 ) -> list[Cache]:
-    """The target's cache, and the draft's own, if it has one."""
+    """The target's cache, and the draft's own, if it has one; [] if none is asked for."""
     bits = widths(options.kv_bits)
     if not options.use_cache:
         cache_options = (bits, options.kv, options.kv_memory)
@@ -435,7 +490,7 @@ def make_caches(
                 "without a cache there are no drafts, no batches and no kind of it: leave out "
                 "--draft, --prompts, --kv, --kv-bits and --kv-memory, or --no-cache"
             )
-        return [NoCache(target.device)]
+        return []
     specs = [target.kv_spec(bits, draft.draft_layers if draft else 0)]
     limits = [max_len]
     if draft is not None and draft.has_own_cache:
@@ -523,8 +578,8 @@ def prepare(
     settings = Settings(**named)
     if isinstance(target, Model) and loading:
         raise UserError(
-            f"{loading} is for loading, and the target is loaded already: leave out device, dtype "
-            "and bits, or name the target's folder"
+            f"{loading} is for loading, and the target is loaded already: leave out device, dtype, "
+            "bits and plain, or name the target's folder"
         )
     if not isinstance(chat, bool | None):
         refuse_value("chat", chat, "true or false")

@@ -174,6 +174,7 @@ class Ops:
     """The plain operations, differentiable, in every dtype."""
 
     multi_step = 1  # how many tokens a step without drafts draws (runner.py)
+    language = "plain PyTorch"  # what computes, as the first line of a program says it
 
     # ---- Weights and storage
 

@@ -34,7 +34,6 @@ Not covered: 2 bits; a scale for each channel of the keys (Liu et al. 2024, KIVI
 from __future__ import annotations
 
 import math
-import sys
 from array import array
 from collections.abc import Callable, Sequence
 from copy import copy
@@ -272,6 +271,7 @@ class KVSpec:
     device: torch.device | str = "cpu"
     # 1 with an EAGLE head, in whose layer keys and values depend on the next token, too.
     lookahead: int = 0
+    ops: Ops | None = None  # whose `attend` reads the cache; None: the device's fastest
 
     @classmethod
     def of(
@@ -328,9 +328,7 @@ class Cache:
     anything changes. Each adds `open`, `fork` and `free`.
     """
 
-    def __init__(
-        self, spec: KVSpec, num_blocks: int, block_size: int, max_len: int, ops: Ops | None
-    ):
+    def __init__(self, spec: KVSpec, num_blocks: int, block_size: int, max_len: int):
         dtype = spec.dtype
         if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
             raise UserError(
@@ -343,7 +341,7 @@ class Cache:
         self.backend: dict[str, Any] = {}  # what a backend keeps with this cache: CUDA graphs
         self._sequences: dict[int, CachedSequence] = {}
         shape = (spec.layers, num_blocks, block_size, spec.kv_heads, spec.head_dim)
-        empty_kv = (ops or ops_for(spec.device)).empty_kv
+        empty_kv = (spec.ops or ops_for(spec.device)).empty_kv
         key_bits, value_bits = spec.bits
         try:
             # Errors in keys hurt most, so 4-bit keys have a scale for each group of numbers.
@@ -444,11 +442,11 @@ class KVCache(Cache):
     """Memory for `sequences` sequences of up to `max_len` tokens, reserved at once: sequence `seq`
     has block `seq`."""
 
-    def __init__(self, spec: KVSpec, max_len: int, sequences: int = 1, ops: Ops | None = None):
+    def __init__(self, spec: KVSpec, max_len: int, sequences: int = 1):
         if max_len < 1 or sequences < 1:
             raise UserError(f"a cache of {sequences} x {max_len} tokens: both must be at least 1")
         block_size = 8 * math.ceil(max_len / 8)  # so that each layer's scales are aligned, for GPUs
-        super().__init__(spec, sequences, block_size, max_len, ops)
+        super().__init__(spec, sequences, block_size, max_len)
         self._free_rows = list(reversed(range(sequences)))  # a row is a sequence's one block
 
     def open(self, tokens: Sequence[int]) -> tuple[int, int]:
@@ -477,27 +475,6 @@ class KVCache(Cache):
         del self._sequences[seq]
 
 
-class NoCache(Cache):
-    """For comparison: nothing is stored, so a step reads all of its one sequence again."""
-
-    bytes = 0
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.max_len = sys.maxsize
-        self._sequences = {0: CachedSequence()}  # its length stays 0, so all tokens are pending
-
-    def open(self, tokens: Sequence[int]) -> tuple[int, int]:
-        return 0, 0
-
-    def extend(self, new_tokens: NewTokens) -> AttentionMetadata:
-        ((_, tokens),) = new_tokens
-        return AttentionMetadata.without_cache(1, len(tokens)).to(self.device)
-
-    def free(self, seq: int) -> None:
-        """Nothing is stored."""
-
-
 def contiguous_caches(
     specs: Sequence[KVSpec], limits: Sequence[int], sequences: int
 ) -> list[Cache]:
@@ -522,17 +499,18 @@ def check_free(num_bytes: float, device: torch.device) -> None:
 def main() -> None:
     """The demonstration: 50 tokens after 200, without a cache and with one."""
     llama = Llama.load("tiny")
-    for cache in (NoCache(llama.device), KVCache(llama.kv_spec(), 250)):
+    for use_cache in (False, True):
+        cache = KVCache(llama.kv_spec(), 250)
         seq, _ = cache.open(())
         tokens = [1] * 200
         times = []
         for _ in range(51):  # the first pass reads the prompt
-            new = torch.tensor(tokens[cache.length(seq) :], device=llama.device)
-            metadata = cache.extend([(seq, new.tolist())])
-            logits = llama(new, metadata, logits_indices=slice(-1, None))
+            new = tokens[cache.length(seq) :]
+            metadata = cache.extend([(seq, new)]) if use_cache else None
+            logits = llama(torch.tensor(new, device=llama.device), metadata, slice(-1, None))
             tokens.append(int(logits.argmax()))
             times.append(perf_counter())
-        print(f"{type(cache).__name__}: {times[-1] - times[0]:.2f} s")
+        print(f"{'with' if use_cache else 'without'} a cache: {times[-1] - times[0]:.2f} s")
 
 
 if __name__ == "__main__":  # model.py imports this page, so it is imported only here

@@ -197,7 +197,8 @@ class Llama:
     def kv_spec(self, bits: Bits = (16, 16), draft_layers: int = 0) -> KVSpec:
         """What a cache stores of a token. draft_layers: the layers of a head that shares the cache
         (eagle.py)."""
-        return KVSpec.of(self.config, self.dtype, bits, self.device, draft_layers)
+        spec = KVSpec.of(self.config, self.dtype, bits, self.device, draft_layers)
+        return replace(spec, ops=self.ops)
 
     # ---- The weights
 
@@ -314,9 +315,10 @@ class Llama:
         dtype: torch.dtype | None = None,
         trainable: bool = False,
         bits: Kind = 16,
+        ops: Ops | None = None,
     ) -> Llama:
         """A model from an alias, a Hub id, a folder or a GGUF: see `checkpoint.load.load_llama`."""
-        return load_llama(cls, name, device, dtype, trainable, bits)
+        return load_llama(cls, name, device, dtype, trainable, bits, ops)
 
 
 def named_parts(

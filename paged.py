@@ -36,7 +36,7 @@ from itertools import count
 import torch
 
 from errors import UserError
-from kernels import Ops, free_memory
+from kernels import free_memory
 from kvcache import Cache, CachedSequence, CacheFull, KVSpec, NewTokens, check_free
 from settings import Options
 
@@ -120,14 +120,13 @@ class PagedCache(Cache):
         block_size: int = BLOCK_SIZE,
         max_len: int | None = None,
         prefix_caching: bool = True,
-        ops: Ops | None = None,
     ):
         if num_blocks < 1 or block_size < 1:
             raise UserError(f"{num_blocks} blocks of {block_size} tokens: both must be at least 1")
         longest = num_blocks * block_size
         if max_len is not None:
             longest = min(max_len, longest)
-        super().__init__(spec, num_blocks, block_size, longest, ops)
+        super().__init__(spec, num_blocks, block_size, longest)
         self.prefix_caching = prefix_caching
         self.lookahead = spec.lookahead
         self.pool = BlockPool(num_blocks)

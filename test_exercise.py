@@ -66,7 +66,9 @@ def test_a_copy_has_code_and_models_alone(tmp_path):
     assert all(judge in made.stdout for judge in NAMED["couple"].tests)
     assert BLANK in read(copy / "speculative.py")
     there = {path.name for path in copy.iterdir()}
-    assert there <= {*COPIED, "pyproject.toml"} | {path.name for path in ROOT.glob("*.py")}
+    assert there <= {*COPIED, "pyproject.toml", "edits.json"} | {
+        path.name for path in ROOT.glob("*.py")
+    }
     assert not [*copy.rglob("__pycache__")]
     assert (copy / "models" / "tiny" / "config.json").is_file()
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,6 +49,13 @@ def draft(base) -> Model:
 # ---- One text
 
 
+def plain_text(model: Model, **settings: Any) -> str:
+    request = model.request(PROMPT, Settings(**settings))
+    tokens = plain_loop(model, request)
+    shown = [token for token in tokens if token not in request.eos_token_ids]
+    return model.tokenizer.decode(shown, continues=True)  # a first space is kept
+
+
 def test_text_of_the_plain_loop_is_the_engines(model, draft, base):
     """Greedy, and by seed: with any cache, and in coupled mode with any draft."""
     ways = [
@@ -62,7 +70,7 @@ def test_text_of_the_plain_loop_is_the_engines(model, draft, base):
     texts = set()
     for temperature, seed in ((0.0, 7), (1.0, 7), (1.0, 8)):
         settings = dict(temperature=temperature, seed=seed, max_tokens=20)
-        text = plain_loop(model, PROMPT, 20, temperature, seed)
+        text = plain_text(model, **settings)
         texts.add(text)
         for way in ways:
             assert generate(PROMPT, model, **settings, **way).text == text, way
@@ -169,7 +177,7 @@ def test_every_end_of_text_token_ends_it_and_is_not_shown(tmp_path):
         result = generate(PROMPT, ended, temperature=0, max_tokens=30)
         assert result.tokens == tokens[: cut + 1] and result.finish_reason == "stop"
         assert result.text == model.tokenizer.decode(tokens[:cut])
-        assert result.text == plain_loop(ended, PROMPT, 30, 0, 1)
+        assert result.text == plain_text(ended, temperature=0, max_tokens=30)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from request import Request, Settings
 from settings import Options
 
 ORDER = (
-    "errors settings sampling quant parallel kernels flash kvcache paged model spm tokenizer "
+    "errors settings sampling quant parallel kernels edits flash kvcache paged model spm tokenizer "
     "grammar request speculative drafters eagle gamma runner batcher proof generate serve "
     "museum exercise"
 ).split()  # the root's: a page imports pages before it
@@ -40,7 +40,7 @@ WINGS = {  # the pages of checkpoint/ that a page of the root may import
     "exercise": {"app.shell"},
     "generate": {f"checkpoint.{page}" for page in "eagle generation hub load".split()},
 }
-BACKEND = set("errors settings kernels quant sampling kvcache speculative drafters eagle".split())
+BACKEND = {*ORDER[: ORDER.index("paged")], "speculative", "drafters", "eagle"} - {"flash"}
 MAY_IMPORT = {
     "checkpoint": {"checkpoint", *ORDER},
     "app": {"app", "checkpoint", *ORDER},

@@ -387,7 +387,7 @@ class Contract:
         for bad in (math.nan, math.inf):
             assert self.ops.linear(torch.full((1, 32), bad), packed).isnan().all()
         for bits, bad, head in product(((8, 4), (4, 8)), (math.nan, math.inf), (1, 2)):
-            cache = PagedCache(KVSpec(1, 1, 32, bits=bits), 1, ops=self.ops)
+            cache = PagedCache(KVSpec(1, 1, 32, bits=bits, ops=self.ops), 1)
             seq, _ = cache.open(())
             qkv = torch.randn(2, 3, 32)  # a head of q, one of k, one of v
             qkv[0, head, 5] = bad

@@ -172,7 +172,7 @@ def describe(names: Sequence[str], llamas: Sequence[Llama]) -> str:
         models.append(f"{name}: {stored} weights, {weight_bytes(llama) / 1e6:,.0f} MB")
     target = llamas[0]
     text = "running " + "; draft ".join(models)
-    text += f"; computed in {target.dtype} on {target.device}"
+    text += f"; computed in {target.dtype} by {target.ops.language} on {target.device}"
     if target.device.type == "cpu":
         text += f", threads: {torch.get_num_threads()}"
     return text.replace("torch.", "")
@@ -182,7 +182,7 @@ def load(args: argparse.Namespace, device: torch.device) -> tuple[Model, Draft |
     """The target, and what drafts for it."""
     dtype = getattr(torch, args.dtype) if args.dtype else None
     check_draft(args.draft, args.draft_bits)
-    model = Model.load(args.target, device, dtype, args.bits)
+    model = Model.load(args.target, device, dtype, args.bits, args.plain)
     return model, load_draft(args.draft, model, dtype, args.draft_bits)
 
 
@@ -192,7 +192,7 @@ def options_of(args: argparse.Namespace) -> Options:
         max_len=args.max_len,
         max_batch=args.max_batch,
         verify=args.verify or "block",
-        use_cache=not args.no_cache,
+        use_cache=not getattr(args, "no_cache", False),  # serve.py always has one
         kv=args.kv,
         kv_bits=args.kv_bits,
         kv_memory=args.kv_memory,
@@ -218,7 +218,7 @@ def start_for_any(
     """The engine for texts that are not known yet, and the most tokens that one may have."""
     limit = model.max_total_tokens(options_of(args))
     engine = start(args, model, draft, limit, max_batch)
-    return engine, min(limit, engine.runner.cache.max_len)
+    return engine, min(limit, engine.max_len)
 
 
 def one_prompt(

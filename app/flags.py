@@ -51,7 +51,14 @@ def parser() -> argparse.ArgumentParser:
     add_model_flags(p.add_argument_group("models and drafts"))
     add_text_flags(p.add_argument_group("texts"))
     add_grammar_flags(p.add_argument_group("texts that follow a grammar, one of"))
-    add_memory_flags(p.add_argument_group("batches, memory and the machine"))
+    memory = p.add_argument_group("batches, memory and the machine")
+    add_memory_flags(memory)
+    memory.add_argument(
+        "--no-cache",
+        action="store_true",
+        help="run generate.py's plain_loop, which computes all again for each token, to feel the "
+        "difference",
+    )
     add_output_flags(p.add_argument_group("output"))
     return p
 
@@ -216,12 +223,12 @@ def add_memory_flags(p: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="read every prompt from its beginning, also where another began alike",
     )
-    p.add_argument(
-        "--no-cache",
-        action="store_true",
-        help="recompute everything for each token, to feel the difference",
-    )
     p.add_argument("--device", help="cpu, cuda, cuda:1, … (default: a GPU if there is one)")
+    p.add_argument(
+        "--plain",
+        action="store_true",
+        help="run the pages as they are written, without the faster code of cpu/ and gpu/",
+    )
     p.add_argument(
         "--tensor-parallel",
         type=int,

@@ -20,7 +20,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from batcher import Batcher
-from kvcache import Cache, NoCache
+from kvcache import Cache
 from paged import BlockPool, PagedCache
 from request import Request
 
@@ -98,12 +98,9 @@ def stored_row(batcher: Batcher, request: Request) -> Picture:
 
 
 def cache_state(cache: Cache) -> Picture:
-    """Paged: its blocks. Contiguous: rows, one for each text, which are in `blocks` of `requests`.
-    None: nothing is stored."""
+    """Paged: its blocks. Contiguous: rows, one for each text: `blocks` of `requests` names them."""
     if isinstance(cache, PagedCache):
         return {"kind": "paged", "block_size": cache.block_size} | pool_state(cache.pool)
-    if isinstance(cache, NoCache):
-        return {"kind": "none"}
     return {"kind": "contiguous", "row_tokens": cache.max_len}
 
 

@@ -36,7 +36,7 @@ from checkpoint.hub import find_model, is_gguf
 from checkpoint.progress import do_each
 from checkpoint.tensors import Checkpoint
 from errors import UserError
-from kernels import find_device, free_memory, ops_for
+from kernels import Ops, find_device, free_memory, ops_for
 from parallel import group_for
 from quant import Kind, Quantized, named_tensors, quantize
 
@@ -56,13 +56,14 @@ def load_llama(
     dtype: torch.dtype | None,
     trainable: bool,
     bits: Kind,
+    ops: Ops | None = None,
 ) -> Llama:
     """A model from an alias, a Hub id, a folder or a GGUF. FileNotFoundError or UserError: what to
     change.
 
     device None: a GPU if there is one. dtype None: float32 on a CPU, on a GPU the checkpoint's.
     trainable: weights are plain; otherwise they are packed. bits: other than 16 rounds the weights
-    of a model in 16 or 32 bits.
+    of a model in 16 or 32 bits. ops None: the fastest operations for the device.
     """
     check_setting("dtype", dtype, None, *FLOATS.values())
     device = find_device(device)
@@ -76,7 +77,7 @@ def load_llama(
         )
     numbers = read_weights(checkpoint, weights, config.quantization)
     config = in_bits(config, bits)
-    ops = ops_for(device)
+    ops = ops or ops_for(device)
     dtype, weight_dtype = ops.dtypes(checkpoint.dtypes, dtype)
     if trainable:
         weight_dtype = dtype
@@ -94,7 +95,7 @@ def load_eagle(cls: type[EagleHead], folder: Path, target: Llama, bits: Kind) ->
     checkpoint = EagleCheckpoint(folder)
     config = EagleConfig.load(folder).with_tensors(checkpoint.headers)
     device = target.device
-    ops = ops_for(device)
+    ops = target.ops
     dtype, weight_dtype = ops.dtypes(checkpoint.dtypes, target.dtype)
     weights = cls(config, target, "meta", seed=None).named_weights()  # of the whole head
     layout = config.layer.quantization

@@ -32,6 +32,7 @@ from torch import Tensor
 from cpu import native, selftest
 from drafters import Chain, ModelChain
 from eagle import EagleHead, HeadChain
+from edits import put_back
 from kernels import HeadNorm, Linear, Ops, rotated
 from kvcache import AttentionMetadata, KVCache, KVSpec
 from quant import Quantized
@@ -61,7 +62,8 @@ class CPU(Ops):
         bit."""
         dtype, of_weights = super().dtypes(stored, asked)
         has_c = native.library() is not None  # before a model is loaded: it may tell why not
-        if has_c and dtype == torch.float32 and {*stored} == {torch.bfloat16}:
+        packs = self.pack_weight.__func__ is CPU.pack_weight  # the page was not put back
+        if has_c and packs and dtype == torch.float32 and {*stored} == {torch.bfloat16}:
             of_weights = torch.bfloat16
         return dtype, of_weights
 
@@ -244,8 +246,10 @@ def ops() -> CPU:
     """One for all models. If C is wrong, plain torch computes from now on."""
     cpu = CPU()
     if native.library() is not None:
+        cpu.language = native.language()
+        edited = put_back(cpu)
         threads = torch.get_num_threads()
-        wrong = selftest.first_wrong(cpu)
+        wrong = selftest.first_wrong(cpu, edited)
         torch.set_num_threads(threads)  # a loop of C that was disturbed has halved them
         if wrong:
             native.distrust(wrong)

@@ -65,20 +65,30 @@ typedef uint16_t ushorts __attribute__((vector_size(2 * LANES), aligned(2)));
 // From a line of the processor's cache on; macOS allocates whole ones.
 INLINE void *allocate(long bytes) { return aligned_alloc(64, (bytes + 63) / 64 * 64); }
 
-// Whether this CPU has the vectors that this was compiled for: LLAMA_MARCH may name another CPU.
-long runs_here() {
+// The widest vectors that this was compiled for, and whether this CPU has them: LLAMA_MARCH may name
+// another CPU.
 #if defined __AVX512VNNI__
-    return __builtin_cpu_supports("avx512vnni") != 0;
+const char instructions[] = "avx512-vnni";
+long runs_here() { return __builtin_cpu_supports("avx512vnni") != 0; }
 #elif defined __AVX512F__
-    return __builtin_cpu_supports("avx512bw") != 0;
+const char instructions[] = "avx512";
+long runs_here() { return __builtin_cpu_supports("avx512bw") != 0; }
 #elif defined __AVXVNNI__
-    return __builtin_cpu_supports("avxvnni") != 0;
+const char instructions[] = "avx-vnni";
+long runs_here() { return __builtin_cpu_supports("avxvnni") != 0; }
 #elif defined __AVX2__
-    return __builtin_cpu_supports("avx2") != 0;
+const char instructions[] = "avx2";
+long runs_here() { return __builtin_cpu_supports("avx2") != 0; }
 #else
-    return 1;
+#if defined __ARM_FEATURE_DOTPROD
+const char instructions[] = "neon-dotprod";
+#elif defined __aarch64__
+const char instructions[] = "neon";
+#else
+const char instructions[] = "no vectors that it knows";
 #endif
-}
+long runs_here() { return 1; }
+#endif
 
 // ---- Registers ----------------------------------------------------------------------------------
 

@@ -115,6 +115,15 @@ def library() -> ctypes.CDLL | None:
     return load_library().library
 
 
+def language() -> str:
+    """What the library was compiled for, as the first line of a program says it."""
+    lib = library()
+    if LONG.in_dll(lib, "has_tiles").value:
+        return "C with AMX tiles"
+    name = ctypes.addressof(ctypes.c_char.in_dll(lib, "instructions"))
+    return f"C for {ctypes.string_at(name).decode()}"
+
+
 def why_not() -> str:
     """Why there is no library, in a few words; empty if there is one."""
     return load_library().why_not

@@ -15,7 +15,8 @@ return.
     T rows of x · N, K rows and columns of W · G key/value heads · D head size · V vocab_size
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from math import prod
 from typing import NamedTuple
@@ -54,9 +55,14 @@ class Trial(NamedTuple):
 
 
 @torch.inference_mode()
-def first_wrong(ops: Ops) -> str:
-    """The first operation that is not what kernels.Ops says; empty if there is none."""
-    for trial in chain(products(ops), between_products(ops), attentions(ops), sampled(ops)):
+def first_wrong(ops: Ops, put_back: Collection[str] = ()) -> str:
+    """The first operation that is not what kernels.Ops says; empty if there is none.
+
+    put_back: operations that run as the pages have them (edits.py). Examples with one of these are
+    left out, because a reader's body may be unfinished.
+    """
+    examples = [make(ops) for make, operations in EXAMPLES.items() if not operations & {*put_back}]
+    for trial in chain(*examples):
         wanted = trial.wanted.float()
         error = (trial.result - wanted).norm()
         if not error <= BOUND * wanted.norm():  # it may be NaN
@@ -137,11 +143,10 @@ def attentions(ops: Ops) -> Iterator[Trial]:
 def attended(ops: Ops, spec: KVSpec, qkv: Tensor, steps: Sequence[tuple[int, int]]) -> Tensor:
     """What attention gives to the tokens of a text that is read in these steps: [T, 2 G, D]."""
     cache = Cache(
-        spec,
+        replace(spec, ops=ops),
         num_blocks=2,
         block_size=100,
         max_len=200,
-        ops=ops,
     )
     cos, sin = waves(2, len(qkv), 1, D // 2)
     weight = waves(2 * D)
@@ -180,3 +185,11 @@ def sampled(ops: Ops) -> Iterator[Trial]:
     result = ops.verify_block(p, q, drafted, coin)
     wanted = verify_block(p, q, drafted, coin)
     yield Trial("verify", torch.cat(result), torch.cat(wanted))
+
+
+EXAMPLES = {  # and the operations that each calls
+    products: {"embed", "linear"},
+    between_products: {"add_norm", "swiglu"},
+    attentions: {"attend"},
+    sampled: {"probabilities", "pick", "verify_block"},
+}

@@ -310,7 +310,7 @@ def test_which_attention_a_step_takes(compiler, monkeypatch):
         ((4, 4), torch.float32, True),
         ((8, 4), torch.float64, False),
     ):
-        cache = KVCache(KVSpec(2, 1, 4, dtype=dtype, bits=bits, device="cpu"), 20, 2, ops=CPU())
+        cache = KVCache(KVSpec(2, 1, 4, dtype=dtype, bits=bits, ops=CPU()), 20, 2)
         slices = [SequenceSlice([b], 0, 2) for b in range(2)]
         q = torch.zeros(4, 1, 4, dtype=dtype)
         attend(CPU(), q, q, q, AttentionMetadata(slices, 20, cache), 0)

@@ -106,7 +106,7 @@ def test_each_wrong_operation_is_told(plant):
 def test_the_number_of_threads_is_what_it_was(monkeypatch):
     """Whatever else ran on the machine during the self-test."""
     before = torch.get_num_threads()
-    monkeypatch.setattr(selftest, "first_wrong", lambda _: torch.set_num_threads(before + 1) or "")
+    monkeypatch.setattr(selftest, "first_wrong", lambda *_: torch.set_num_threads(before + 1) or "")
     cpu.ops.__wrapped__()
     assert torch.get_num_threads() == before
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from drafters import Chain, ModelChain
 from eagle import EagleHead
+from edits import put_back
 from kernels import HeadNorm, Linear, Ops, rotated
 from kvcache import AttentionMetadata
 from quant import Quantized
@@ -88,6 +89,7 @@ class GPU(Ops):
     """`kernels.Ops` by Triton kernels. records: whether passes are recorded as CUDA graphs."""
 
     multi_step = 4
+    language = "Triton kernels"
 
     def __init__(self, records: bool = True):
         self.records = records and tuning.is_on("graphs") and tuning.is_on("sampling")
@@ -238,4 +240,8 @@ class GPU(Ops):
 
 def ops() -> Ops | None:
     """The operations of this GPU; None without Triton."""
-    return GPU() if find_spec("triton") else None
+    if not find_spec("triton"):
+        return None
+    gpu = GPU()
+    put_back(gpu)
+    return gpu

@@ -506,8 +506,9 @@ def test_the_law_of_the_recorded_path_is_the_targets_own():
     recordings: list[Any] = []
 
     def run(walk: Walk, n: int) -> list[Any]:
-        cache = KVCache(KVSpec(1, 1, 1), 5, n, ops=target.ops)
-        drafter = ModelDrafter(draft, KVCache(KVSpec(1, 1, 1), 5, n, ops=target.ops))
+        spec = KVSpec(1, 1, 1, ops=target.ops)
+        cache = KVCache(spec, 5, n)
+        drafter = ModelDrafter(draft, KVCache(spec, 5, n))
         runner = ModelRunner(target, cache, Drawing(2, make_coin=walk), drafter=drafter)
         requests = []
         for row in range(n):

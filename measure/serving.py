@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from generate import Draft, Engine, Model
-from kvcache import KVCache
 from paged import PagedCache
 from request import Request, Settings
 from settings import Options
@@ -44,13 +43,13 @@ def random_request(prompt: int, count: int, seed: int, gamma: int | None = 0) ->
 
 
 def bytes_in_use(caches: Sequence[Any]) -> int:
-    """All of a contiguous cache, the live blocks of a paged one, and nothing of `NoCache`."""
+    """All of a contiguous cache, and the live blocks of a paged one."""
     total = 0
     for cache in caches:
         if isinstance(cache, PagedCache):
             live = cache.pool.total - cache.pool.available
             total += cache.bytes * live // cache.pool.total
-        elif isinstance(cache, KVCache):
+        else:
             total += cache.bytes
     return total
 

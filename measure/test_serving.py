@@ -4,11 +4,9 @@ from copy import deepcopy
 from dataclasses import replace
 from types import SimpleNamespace
 
-import torch
-
 from batcher import Batcher
 from checkpoint.formats import Quantization
-from kvcache import KVCache, KVSpec, NoCache
+from kvcache import KVCache, KVSpec
 from measure import memory, serving
 from measure.effort import Effort
 from measure.gpu_parts import SHAPES
@@ -59,7 +57,7 @@ def test_bytes_in_use_are_live_blocks():
     assert serving.bytes_in_use([cache]) == 3 * cache.bytes // 8
     cache.free(seq)
     rows = KVCache(KVSpec(1, 1, 1), 64, 2)
-    assert serving.bytes_in_use([cache, rows, NoCache(torch.device("cpu"))]) == rows.bytes
+    assert serving.bytes_in_use([cache, rows]) == rows.bytes
 
 
 def test_bytes_of_weights_are_those_of_the_numbers():
