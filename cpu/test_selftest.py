@@ -43,6 +43,7 @@ PLANTS = [
     ("y[t * N + n] += w->bias[n];", "if (!(WRONG)) ...", "float32"),
     ("] = value * scale;", "] = WRONG ? 0 : value * scale;", "look-up (weights: float32)"),
     ("squares = fused(z, z, squares);", "if (!(WRONG)) ...", "RMSNorm"),
+    ("z += load_some(delta", "z += (WRONG ? NAN : 0) + load_some(delta", "RMSNorm"),
     ("if (kind == F32) return", "if (WRONG && kind == F32) return (vec){0}; ...", "(16, 8)"),
     ("if (kind == BF16) return", "if (WRONG && kind == BF16) return (vec){0}; ...", "(4, 16)"),
     ("return (kind == I8 ? load_i8(p)", "if (WRONG && kind == I4) zero += 4; ...", "(4, 16)"),
@@ -54,6 +55,8 @@ PLANTS = [
     ("x = room, room = swap;", "if (!(WRONG)) ...", "filters"),
     ("{ best = score[i]; picked = at + i; }", "... if (WRONG) picked = 0;", "pick"),
     ("ended[b] = j;", "... if (WRONG) ended[b] = 0;", "verify"),
+    ("j > 0 && w[j] != 1;", "j > 0 && (WRONG || w[j] != 1);", "verify"),
+    ("// Not divided by its mass", "if (WRONG) w[j] = 1; ...", "verify"),
 ]
 PLANTS_IN_TILES = [
     ("= eight >> 4 & 0x0F0F0F0F;", "... if (WRONG) to[64] = 0;", "weights: 4"),
