@@ -27,7 +27,11 @@ PLANTS = [
     ("INLINE ints step_i8(const char *w, int c) {", "... if (WRONG) w += 2;", "weights: 8"),
     ("INLINE ints step_i4(const char *w, int c) {", "... if (WRONG) c ^= 1;", "weights: 4"),
     ("ints both = *(const ints *)w;", "... if (WRONG) both = SWAPPED(both);", "bfloat16"),
-    ("*y = fused(total", "if (WRONG && T == 5) total = SWAPPED(total); ...", "float32"),
+    (
+        "*y = fused(total",
+        "if (WRONG && T == 5 && COLUMNS_##sort * STEPS_##kind == 8) total = SWAPPED(total); ...",
+        "weights: 4",  # which with 33 rows is unfolded
+    ),
     ("to[c * VECS] = step_##kind(w, c);", "if (!(WRONG)) ...", "look-up (weights: float32)"),
     ("if (!a->scale) return each(1);", "... if (WRONG) return (vec){0};", "weights: 8"),
     ("s -= (zero & ~far) * x->sum;", "if (!(WRONG)) ...", "weights: 4"),
