@@ -638,6 +638,22 @@ class Contract:
             accepted, token = self.ops.verify_block(p, q, drafted, coin) or wanted
             assert [accepted.tolist(), token.tolist()] == [x.tolist() for x in wanted]
 
+    def test_where_a_round_may_end_and_with_which_tokens(self):
+        """After a draft that is 0.2 / 0.7 as likely under p, w p − q is above 0 for token 2 alone;
+        p − q is for token 1, too. Where p is q, w is 1: every draft that q allows is accepted."""
+        round = self.verifying_round([2] * 200, 3, Random(0))
+        same = torch.tensor([0.7, 0.3, 0]).repeat(200, 3, 1)
+        other = torch.tensor([0.2, 0.5, 0.3]).expand_as(same)
+        q = same * torch.tensor([1, 1, 0])[:, None]  # none after the last draft
+        for p, last, ends in (  # 10 times the accepted drafts, and the token after them
+            (other, 0, {1, 2, 12, 20, 21, 22}),
+            (same, 0, {20, 21}),
+            (same, 2, {10, 11}),
+        ):
+            drafts = torch.tensor([0, last]).repeat(200, 1)
+            accepted, token = round.verify(p, Proposal(drafts, q))
+            assert {*(10 * accepted + token).tolist()} == ends
+
     def test_a_draft_whose_q_is_nan_is_not_accepted(self):
         """The token after it is p's, as if nothing had been drafted there. A draft whose p is NaN
         is not accepted, either."""
@@ -739,7 +755,7 @@ class Contract:
         for b, (request, k, text) in enumerate(zip(requests, num_drafts, texts)):
             tokens, p = one_by_one(exact, request, k, coupled)
             assert drafted[b].tolist() == tokens + [-1] * (len(drafted[b]) - k)
-            assert (q is None) == round.coupled
+            assert (q is None) == (coupled or settings == [COLD])
             if q is not None:
                 torch.testing.assert_close(q[b, :k].double(), p, atol=1e-4, rtol=1e-3)
                 assert not q[b, k:].any()

@@ -281,6 +281,12 @@ def test_what_may_be_truncated_is_not_found_yet():
     assert cache.open(corrected)[1] == 8
 
 
+def test_with_a_lookahead_the_last_two_tokens_are_not_found():
+    cache = PagedCache(KVSpec(1, 1, 1, dtype=torch.float64, lookahead=1), 20, 4)
+    cache.free(stored(cache, list(range(9))))
+    assert [cache.open(list(range(n)))[1] for n in (9, 10)] == [4, 8]
+
+
 def test_without_prefix_caching_nothing_is_found():
     cache = small_cache(prefix_caching=False)
     cache.free(stored(cache, list(range(20))))

@@ -20,7 +20,7 @@ def test_walk_visits_every_branch_once():
         visited.extend(outcomes)
         return outcomes
 
-    law = enumerate_law(run, width=3)
+    law = enumerate_law(run, width=2)
     assert len(law) == len(visited) == 8
     for (x, row), p in law.items():
         assert x in (0, 2)

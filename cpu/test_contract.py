@@ -31,7 +31,7 @@ class TestWithoutC(Contract):
     ops = CPU()
     test_between_the_products = test_attention_without_a_cache = test_forbidden_tokens = None
     test_sampling = test_verifying = test_each_draft_is_accepted_by_its_own_number = None
-    test_room_and_dtype = None
+    test_room_and_dtype = test_where_a_round_may_end_and_with_which_tokens = None
 
     @pytest.fixture(autouse=True)
     def no_compiler(self, monkeypatch: pytest.MonkeyPatch) -> None:

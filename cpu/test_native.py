@@ -135,7 +135,7 @@ def test_what_there_is_c_for():
 @torch.inference_mode()
 def test_the_exponential_at_its_ends():
     gate = torch.tensor(
-        [-1e30, -200, -88, -87, -1e-8, 0, 1e-8, 1, 87, 88, 200, 1e30, math.inf, NAN]
+        [-1e30, -200, -90, -88, -87, -1e-8, 0, 1e-8, 1, 87, 88, 200, 1e30, math.inf, NAN]
     )
     y = native.swiglu(torch.cat((gate, torch.ones(len(gate))))[None])[0]
     wanted = torch.nn.functional.silu(gate)
@@ -248,11 +248,12 @@ def test_attention_of_a_token_is_the_same_to_the_bit_whatever_shares_its_pass(da
             assert torch.equal(out, whole[start:stop])
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [16, 8, 4])
 @torch.inference_mode()
 def test_numbers_of_any_size_are_stored_as_plain_torch_stores_them(bits):
-    """To the bit; a group that is not finite is read as NaN."""
+    """To the bit; NaN is read as NaN, as is a group of few bits that is not finite."""
     D = 36
+    dtype = torch.bfloat16 if bits == 16 else torch.float32
     torch.manual_seed(bits)
     sizes = torch.tensor([1e-44, 1e-30, 1e-3, 1.0, 1e38, 3.4e38])
     k, v = (2 * torch.rand(2, len(sizes), 1, D) - 1) * sizes[:, None, None]
@@ -262,7 +263,7 @@ def test_numbers_of_any_size_are_stored_as_plain_torch_stores_them(bits):
     q = torch.zeros(len(sizes), 1, D)
     results = []
     for ops in (CPU(), PLAIN):
-        stores = [poisoned((2, 1, 8, 1, D), bits, torch.float32, g) for g in (KEY_GROUP, None)]
+        stores = [poisoned((2, 1, 8, 1, D), bits, dtype, g) for g in (KEY_GROUP, None)]
         cache = Cached(*stores, torch.float32, 8)
         metadata = AttentionMetadata([SequenceSlice([0], 0, len(sizes))], 8, cache)
         attend(ops, q, k, v, metadata, 1)
@@ -271,7 +272,9 @@ def test_numbers_of_any_size_are_stored_as_plain_torch_stores_them(bits):
         as_bytes = part.contiguous().view(torch.uint8)
         assert torch.equal(as_bytes, wanted_part.contiguous().view(torch.uint8))
     metadata = AttentionMetadata([SequenceSlice([0], 0, 1)], 8, cache)
-    for wrong in (math.inf, -math.inf, NAN):
+    damage = torch.tensor([NAN, NAN, math.inf, -math.inf])
+    damage.view(torch.int32)[0] = -1  # a NaN with all bits
+    for wrong in damage[: 2 if bits == 16 else 4]:
         for damaged in (k, v):
             vectors = torch.ones(2, 1, 1, D)
             vectors[int(damaged is v), ..., -1] = wrong

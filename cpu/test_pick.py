@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import sampling
@@ -152,9 +152,11 @@ def test_ties_go_to_the_first_at_temperature_0():
         )
     ),
 )
+@example(1, 50, 0.1, True, dict(top_k=3))
+@example(1, 5, 0.1, True, dict(top_p=0.5))
 def test_c_filters_what_torch_filters(B, V, spread, ties, settings):
-    """Where some likely tokens tell what is kept, and where only all do; of equal logits the first;
-    and where float32 holds the logits apart, and not their probabilities."""
+    """Where some likely tokens tell what is kept, and where only all do; of equal logits the first,
+    −0 and 0, too; and where float32 holds the logits apart, and not their probabilities."""
     torch.manual_seed(V)
     logits = spread * torch.randn(B, V)
     if ties:

@@ -27,7 +27,11 @@ PLANTS = [
     ("INLINE ints step_i8(const char *w, int c) {", "... if (WRONG) w += 2;", "weights: 8"),
     ("INLINE ints step_i4(const char *w, int c) {", "... if (WRONG) c ^= 1;", "weights: 4"),
     ("ints both = *(const ints *)w;", "... if (WRONG) both = SWAPPED(both);", "bfloat16"),
-    ("*y = fused(total", "if (WRONG && T == 5) total = SWAPPED(total); ...", "float32"),
+    (
+        "*y = fused(total",
+        "if (WRONG && T == 5 && COLUMNS_##sort * STEPS_##kind == 8) total = SWAPPED(total); ...",
+        "weights: 4",  # which with 33 rows is unfolded
+    ),
     ("to[c * VECS] = step_##kind(w, c);", "if (!(WRONG)) ...", "look-up (weights: float32)"),
     ("if (!a->scale) return each(1);", "... if (WRONG) return (vec){0};", "weights: 8"),
     ("s -= (zero & ~far) * x->sum;", "if (!(WRONG)) ...", "weights: 4"),
@@ -43,6 +47,7 @@ PLANTS = [
     ("y[t * N + n] += w->bias[n];", "if (!(WRONG)) ...", "float32"),
     ("] = value * scale;", "] = WRONG ? 0 : value * scale;", "look-up (weights: float32)"),
     ("squares = fused(z, z, squares);", "if (!(WRONG)) ...", "RMSNorm"),
+    ("z += load_some(delta", "z += (WRONG ? NAN : 0) + load_some(delta", "RMSNorm"),
     ("if (kind == F32) return", "if (WRONG && kind == F32) return (vec){0}; ...", "(16, 8)"),
     ("if (kind == BF16) return", "if (WRONG && kind == BF16) return (vec){0}; ...", "(4, 16)"),
     ("return (kind == I8 ? load_i8(p)", "if (WRONG && kind == I4) zero += 4; ...", "(4, 16)"),
@@ -54,6 +59,8 @@ PLANTS = [
     ("x = room, room = swap;", "if (!(WRONG)) ...", "filters"),
     ("{ best = score[i]; picked = at + i; }", "... if (WRONG) picked = 0;", "pick"),
     ("ended[b] = j;", "... if (WRONG) ended[b] = 0;", "verify"),
+    ("j > 0 && w[j] != 1;", "j > 0 && (WRONG || w[j] != 1);", "verify"),
+    ("// Not divided by its mass", "if (WRONG) w[j] = 1; ...", "verify"),
 ]
 PLANTS_IN_TILES = [
     ("= eight >> 4 & 0x0F0F0F0F;", "... if (WRONG) to[64] = 0;", "weights: 4"),

@@ -60,6 +60,7 @@ class TestRecordings(Contract):
     test_verifying = None
     test_a_draft_whose_q_is_nan_is_not_accepted = None
     test_each_draft_is_accepted_by_its_own_number = None
+    test_where_a_round_may_end_and_with_which_tokens = None
     test_room_and_dtype = None
 
     @pytest.fixture(autouse=True)
