@@ -26,7 +26,7 @@ from paged import PagedCache
 from proof import Walk, distance, enumerate_law
 from quant import Bits
 from request import OutputStream, Request, Settings
-from runner import ModelRunner
+from runner import ModelRunner, ScheduledRequest
 from sampling import TokenLogprob, token_logprobs
 from settings import Options
 from speculative import Drawing
@@ -134,6 +134,7 @@ def workload(drafter: str, size: int, bits: Bits, **more) -> dict:
     return {**rest, **sizes, "texts": texts, "drafter": drafter, "bits": bits, **more}
 
 
+@patch.object(Llama, "price", lambda self, context: 1 + context // 9)
 @settings(max_examples=8)
 @given(workloads())
 @example(workload("model", 4, (16, 16)))
@@ -170,6 +171,14 @@ def test_every_request_gets_the_tokens_it_gets_alone(w):
     options = dict(budget=w["budget"], multi_step=w["multi_step"])
     runner = ModelRunner(LLAMA, cache, Drawing(V, w["coupled"]), drafter=drafter, **options)
     batcher = Batcher(runner, w["batch"])
+    step_of = runner.step
+
+    def step_within_budget(scheduled: list[ScheduledRequest]) -> dict[Request, list[int]]:
+        assert sum(map(runner.work, scheduled)) <= runner.budget
+        assert all(item.num_tokens for item in scheduled)
+        return step_of(scheduled)
+
+    runner.step = step_within_budget
     cancelled = set()
     for step in range(2000):
         for request, text in zip(requests, texts):
