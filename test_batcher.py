@@ -271,7 +271,14 @@ def test_prompts_are_told_once_whatever_is_cached_forked_or_read_again():
     cached = asking(random_tokens(60), 0)
     list(batcher.run([cached]))
     assert cached.finish_reason == "length" and cached.num_cached_tokens == 0
+    assert new_tokens(cached) == ()
     check_told(cached)
+    for num_told in range(20):  # only tokens whose records are there may be found
+        again = asking(random_tokens(60), 1)
+        again.prompt_logprobs = cached.prompt_logprobs[:num_told]
+        batcher.runner.open(again)
+        assert batcher.runner.cache.length(again.seq) == num_told // 4 * 4
+        batcher.runner.close(again)
 
     first = asking(random_tokens(50, 1), 2)
     others = [first.sibling_text(i) for i in (1, 2)]
@@ -282,6 +289,11 @@ def test_prompts_are_told_once_whatever_is_cached_forked_or_read_again():
     list(batcher.run())
     for request in others:
         check_told(request)
+    first = asking(random_tokens(9, 3), 3)
+    add_all(batcher, [first, *map(first.sibling_text, (1, 2))])
+    for _ in range(2):  # the others share what the first has read
+        batcher.step()
+    assert len(batcher.running) == 3
 
     batcher = make_batcher(blocks=38, size=1, budget=5)
     old = make_request(4, 30)
