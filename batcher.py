@@ -5,7 +5,8 @@ made together. Static batching runs a batch until its longest text ends, and was
 1 − Σ lengths / (texts · longest) of its places. Continuous batching (Orca) plans every step anew: a
 text that ends leaves at once, and the next in the queue takes its place. A step has a budget of
 tokens. Texts beyond their prompts take a round each; prompts are read in chunks of what is left
-(Sarathi-Serve), so a long prompt does not delay the other texts.
+(Sarathi-Serve), so a long prompt does not delay the other texts. The more of a prompt has been
+read, the more a token of it costs (`Llama.price`), and the smaller its chunks are.
 
   - First come, first served: the oldest texts take from the budget first, but a round of each
     running text is reserved. A text is admitted only if its round can be reserved, too: so no
@@ -122,13 +123,13 @@ class Batcher:
         while not self.runner.fits(scheduled):
             self._preempt(self.running[-1])  # tried again below, where all of it must fit
             scheduled.pop()
-        left = self.runner.budget - sum(item.num_new_tokens for item in scheduled)
+        left = self.runner.budget - sum(map(self.runner.work, scheduled))
         while left > 0 and self._may_admit():
             item = self._admit(self.waiting[0], scheduled, left)
             if item is None:
                 break
             scheduled.append(item)
-            left -= item.num_new_tokens
+            left -= self.runner.work(item)
         return scheduled
 
     def _schedule_running(self) -> list[ScheduledRequest]:
@@ -140,7 +141,7 @@ class Batcher:
             reserved -= self.runner.round_size(request)
             item = self.runner.schedule(request, left - reserved)
             scheduled.append(item)
-            left -= item.num_new_tokens
+            left -= self.runner.work(item)
         return scheduled
 
     def _reserved(self) -> int:

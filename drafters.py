@@ -208,7 +208,8 @@ class Drafter:
 
 class ModelDrafter(Drafter):
     """A model with a cache of its own. A text longer than its context gets no more drafts.
-    budget: the most tokens of a text that it reads in a step without drafting."""
+    budget: the most tokens of a text that it reads in a step without drafting; of a longer text
+    fewer (`Llama.price`)."""
 
     def __init__(self, model: Llama, cache: Cache, budget: int = 512):
         self.model = model
@@ -231,13 +232,18 @@ class ModelDrafter(Drafter):
 
     def num_to_read(self, item: ScheduledRequest) -> int:
         """A round with drafts reads all that the cache lacks. A chunk reads as much as the target
-        does. After many rounds without drafts, a step reads a budget of tokens."""
+        does. After many rounds without drafts, a step reads what the budget allows."""
         missing = item.stop - self.length(item.request)
+        most = max(item.num_tokens, self._most(item.request))
         if item.num_drafts:
             return missing
-        if item.samples and missing <= self.budget:
+        if item.samples and missing <= most:
             return 0
-        return max(0, min(self.budget, missing))
+        return max(0, min(most, missing))
+
+    def _most(self, request: Request) -> int:
+        """The tokens that the budget allows."""
+        return self.budget // self.model.price(self.length(request))
 
     @torch.inference_mode()
     def prepare(self, scheduled: Sequence[ScheduledRequest]) -> None:
@@ -266,7 +272,7 @@ class ModelDrafter(Drafter):
         if request not in self.seqs:
             return 0
         lag = len(request.tokens) - self.length(request)
-        if request.settings.gamma is None and lag > self.budget:
+        if request.settings.gamma is None and lag > self._most(request):
             return 0
         return min(wanted, self.cache.max_len - len(request.tokens) + 1)
 

@@ -200,6 +200,19 @@ class Llama:
         spec = KVSpec.of(self.config, self.dtype, bits, self.device, draft_layers)
         return replace(spec, ops=self.ops)
 
+    def price(self, context: int) -> int:
+        """What a token costs that is read after `context` others, in tokens read at the start of
+        a text: 1 + context / C₀, rounded down.
+
+        At C₀ its attention takes as many operations as its matrices: 2 for each of their weights,
+        and 4 · H · D for each key, in every layer. At most 8: chunks of very few tokens would not
+        be faster, because a pass reads all keys for them, too.
+        """
+        c = self.config
+        rows = 2 * (c.query_size + c.kv_size) + 3 * c.intermediate_size
+        even = c.hidden_size * rows // (2 * c.query_size)
+        return min(8, 1 + context // even)
+
     # ---- The weights
 
     def _empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:

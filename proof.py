@@ -152,6 +152,9 @@ class Toy:
         logs = (weights / weights.sum(-1, keepdim=True)).log()  # [codes, V]
         self.table = logs.clamp(min=-1000)  # e^-1000 is 0, and logits are finite
 
+    def price(self, context: int) -> int:
+        return 1
+
     def code(self, text: Sequence[int]) -> int:
         """A text's row in the table."""
         return sum((token + 1) * (self.V + 1) ** i for i, token in enumerate(text))

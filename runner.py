@@ -83,8 +83,8 @@ def named_as_draft() -> Iterator[None]:
 class ModelRunner:
     """A target, its cache and perhaps a drafter, for all requests that are decoded together.
 
-    budget: the most tokens of a step. multi_step: how many tokens a step without drafts draws.
-    grammars: None if no request has a grammar.
+    budget: the most work of a step, in tokens (`work`). multi_step: how many tokens a step without
+    drafts draws. grammars: None if no request has a grammar.
     """
 
     def __init__(
@@ -168,19 +168,26 @@ class ModelRunner:
         return 1 + (request.settings.gamma or 0)
 
     def schedule(self, request: Request, budget: int | None = None) -> ScheduledRequest:
-        """What a request does next, with at most `budget` tokens: a round, or a chunk."""
+        """What a request does next, with at most `budget` of work: a round, or a chunk."""
         if budget is None:
             budget = self.budget
         start = self.cache.length(request.seq)
         num_pending = self.num_pending(request)
-        num_drafts = self._num_drafts(request, budget - num_pending)
+        pending = ScheduledRequest(request, start, num_pending)
+        room = budget - self.work(pending)
+        num_drafts = self._num_drafts(request, room)
         # A drafter in the target's cache needs the keys and values of all but the last token.
         must_read_first = num_pending > 1 and self.drafter.shares_target_cache
-        if (num_drafts and must_read_first) or num_pending + num_drafts > budget:
+        if (num_drafts and must_read_first) or num_drafts > room:
             # The last token is left for the round. If it alone is pending, this is no work at all.
-            num_tokens = min(budget, num_pending - 1)
-            return ScheduledRequest(request, start, num_tokens, samples=False)
-        return ScheduledRequest(request, start, num_pending, num_drafts=num_drafts)
+            most = 1 + (budget - 1) // self.target.price(start)
+            return pending._replace(num_tokens=min(most, num_pending - 1), samples=False)
+        return pending._replace(num_drafts=num_drafts)
+
+    def work(self, item: ScheduledRequest) -> int:
+        """What it takes of a step's budget. A round takes its tokens, which are reserved for it;
+        each pending token more takes its price."""
+        return item.num_new_tokens + (item.num_tokens - 1) * (self.target.price(item.start) - 1)
 
     def _num_drafts(self, request: Request, room: int) -> int:
         """γ of the next round: what the request fixes, or as many as pay, up to `room`."""

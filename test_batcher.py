@@ -26,7 +26,7 @@ from paged import PagedCache
 from proof import Walk, distance, enumerate_law
 from quant import Bits
 from request import OutputStream, Request, Settings
-from runner import ModelRunner
+from runner import ModelRunner, ScheduledRequest
 from sampling import TokenLogprob, token_logprobs
 from settings import Options
 from speculative import Drawing
@@ -134,6 +134,7 @@ def workload(drafter: str, size: int, bits: Bits, **more) -> dict:
     return {**rest, **sizes, "texts": texts, "drafter": drafter, "bits": bits, **more}
 
 
+@patch.object(Llama, "price", lambda self, context: 1 + context // 9)
 @settings(max_examples=8)
 @given(workloads())
 @example(workload("model", 4, (16, 16)))
@@ -170,6 +171,14 @@ def test_every_request_gets_the_tokens_it_gets_alone(w):
     options = dict(budget=w["budget"], multi_step=w["multi_step"])
     runner = ModelRunner(LLAMA, cache, Drawing(V, w["coupled"]), drafter=drafter, **options)
     batcher = Batcher(runner, w["batch"])
+    step_of = runner.step
+
+    def step_within_budget(scheduled: list[ScheduledRequest]) -> dict[Request, list[int]]:
+        assert sum(map(runner.work, scheduled)) <= runner.budget
+        assert all(item.num_tokens for item in scheduled)
+        return step_of(scheduled)
+
+    runner.step = step_within_budget
     cancelled = set()
     for step in range(2000):
         for request, text in zip(requests, texts):
@@ -262,7 +271,14 @@ def test_prompts_are_told_once_whatever_is_cached_forked_or_read_again():
     cached = asking(random_tokens(60), 0)
     list(batcher.run([cached]))
     assert cached.finish_reason == "length" and cached.num_cached_tokens == 0
+    assert new_tokens(cached) == ()
     check_told(cached)
+    for num_told in range(20):  # only tokens whose records are there may be found
+        again = asking(random_tokens(60), 1)
+        again.prompt_logprobs = cached.prompt_logprobs[:num_told]
+        batcher.runner.open(again)
+        assert batcher.runner.cache.length(again.seq) == num_told // 4 * 4
+        batcher.runner.close(again)
 
     first = asking(random_tokens(50, 1), 2)
     others = [first.sibling_text(i) for i in (1, 2)]
@@ -273,6 +289,11 @@ def test_prompts_are_told_once_whatever_is_cached_forked_or_read_again():
     list(batcher.run())
     for request in others:
         check_told(request)
+    first = asking(random_tokens(9, 3), 3)
+    add_all(batcher, [first, *map(first.sibling_text, (1, 2))])
+    for _ in range(2):  # the others share what the first has read
+        batcher.step()
+    assert len(batcher.running) == 3
 
     batcher = make_batcher(blocks=38, size=1, budget=5)
     old = make_request(4, 30)

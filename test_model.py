@@ -48,6 +48,17 @@ def test_logits_equal_those_of_transformers():
             assert relative(Llama.load(DATA / case, "cpu", dtype)(tokens), logits) < most, case
 
 
+def test_the_price_of_a_token_counts_operations():
+    for case in CASES:
+        llama = load_plain(DATA / case)
+        c = llama.config
+        tensors = llama.named_tensors().items()
+        weights = sum(x.numel() for name, x in tensors if "layers" in name and x.dim() == 2)
+        even = 2 * weights // (4 * c.num_hidden_layers * c.query_size)
+        contexts = (0, even - 1, even, 2 * even - 1, 2 * even, 99 * even)
+        assert [llama.price(context) for context in contexts] == [1, 1, 2, 2, 3, 8]
+
+
 def test_the_cases_cover_what_they_should():
     configs = [Config.load(DATA / case) for case in CASES]
     assert {c.num_attention_heads // c.num_key_value_heads for c in configs} == {1, 2, 4}

@@ -28,16 +28,11 @@ from speculative import Drawing
 from test_speculative import COPY, TARGET, Kind, new_tokens, play, toy_runner
 
 
-class Scripted:
+class Scripted(Toy):
     """A model that goes on with its script's token at each position.
 
     calls: the (position, token) pairs of each pass.
     """
-
-    device = torch.device("cpu")
-    dtype = torch.float64
-    ops = Ops()
-    group = Group()
 
     def __init__(self, script: Sequence[int]):
         self.script = script
@@ -125,7 +120,7 @@ def test_plans_change_nothing(drafts):
         runner.next_gamma = 0 if step < 16 else 3
         before = snapshot(runner, [request])
         for budget in (1, 4, 10):
-            runner.schedule(request, budget)
+            assert 0 < runner.work(runner.schedule(request, budget)) <= budget
         item = runner.schedule(request)
         assert item == runner.schedule(request)
         runner.fits([item])
@@ -227,6 +222,18 @@ def test_chunks_of_a_prompt_are_read_by_both():
     play(runner, [request])
     assert sizes(runner.target)[:3] == [10, 10, 3 + 2]
     assert sizes(runner.drafter.model)[:4] == [10, 10, 3, 1]
+
+
+def test_chunks_shrink_as_the_context_grows_down_to_one_token(monkeypatch):
+    """Both models read the prompt to its end; the last chunk leaves a token for the round."""
+    monkeypatch.setattr(Scripted, "price", lambda self, context: 1 + context // 8)
+    runner = scripted_runner([1] * 99, [1] * 99, budget=10)
+    play(runner, [Request([1] * 90, Settings(1.0, seed=3, max_tokens=1))])
+    expected = []
+    while (left := 90 - sum(expected)) > 0:
+        expected.append(min(1 + 9 // (1 + sum(expected) // 8), max(1, left - 1)))
+    assert sizes(runner.target) == expected and expected[0] == 10 and expected[-1] == 1
+    assert sizes(runner.drafter.model) == expected[:-1]
 
 
 def test_draft_that_lags_catches_up_in_chunks():
@@ -368,12 +375,7 @@ def test_interrupted_pass_leaves_both_caches_as_they_were(pair, where, fails, kv
         llama = runner.target if where == "target" else runner.drafter.model
         num_calls = 0
 
-        class Breaks:
-            device = llama.device
-            dtype = llama.dtype
-            ops = Ops()
-            group = Group()
-
+        class Breaks(Scripted):
             def __call__(self, tokens, metadata, logits_indices=None, features=None):
                 nonlocal num_calls
                 num_calls += 1
@@ -383,9 +385,9 @@ def test_interrupted_pass_leaves_both_caches_as_they_were(pair, where, fails, kv
                 raise KeyboardInterrupt
 
         if where == "target":
-            runner.target = Breaks()
+            runner.target = Breaks(())
         else:
-            runner.drafter.model = Breaks()
+            runner.drafter.model = Breaks(())
         runner.open(request)
         while not request.finish_reason:
             length = runner.cache.length(request.seq)

@@ -253,7 +253,7 @@ def add_output_flags(p: argparse._ArgumentGroup) -> None:
         type=int,
         help="in JSON: the same, of the prompt's tokens (--max-tokens 0: of these alone)",
     )
-    p.add_argument("--out", metavar="FILE", help="write results there, not to standard output")
+    p.add_argument("--out", metavar="FILE", help="write results to a new file, not standard output")
     p.add_argument(
         "--color",
         action="store_true",
@@ -278,6 +278,11 @@ def check_flags(args: argparse.Namespace) -> None:
     if args.out is not None:
         check_file(Path(args.out))
     check_written_files(args)
+    if args.out and os.path.exists(args.out) and os.path.getsize(args.out):
+        raise UserError(
+            f"--out {args.out} has results already, which would be lost: name another file, or "
+            "move this one"
+        )
     if args.schema == "-" and "-" in (args.prompt, args.prompts):
         raise UserError("standard input holds the schema or the prompt: name a file for one")
     for name in ("logprobs", "prompt_logprobs"):

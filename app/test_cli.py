@@ -272,8 +272,8 @@ def test_results_go_to_a_file_and_what_was_there_stays_after_a_mistake(base, cap
     assert (status, text) == (1, "") and "2 of 3, 1 left out" in err
     numbers = [json.loads(line)["line"] for line in out.read_text().splitlines()]
     assert sorted(numbers) == [1, 2, 3]
-    _, text, _ = run(capsys, PROMPT, *flags[:-2])
-    assert run(capsys, PROMPT, *flags)[:2] == (0, "") and out.read_text() == text
+    text = out.read_text()
+    new = (*flags[:-1], tmp_path / "other")
     schema = tmp_path / "schema"
     schema.write_text('{"type": "object"}')
     same = tmp_path / "folder" / ".." / "new"  # it is not there yet
@@ -285,11 +285,16 @@ def test_results_go_to_a_file_and_what_was_there_stays_after_a_mistake(base, cap
         ((PROMPT, "--target", schema, "--out", schema), "is the file of --target"),
         ((PROMPT, "--out", tmp_path / "new", "--profile", same), "is the file of --out"),
         ((PROMPT, *flags[:-1], tmp_path), "is not a file"),
-        ((PROMPT, *flags, "--max-len", "3"), "the prompt has"),
-        (("--prompts", prompts, *flags, "--no-cache"), "without a cache there are no"),
+        ((PROMPT, *flags), "has results already"),
+        ((PROMPT, *new, "--max-len", "3"), "the prompt has"),
+        (("--prompts", prompts, *new, "--no-cache"), "without a cache there are no"),
     ):
         status, _, err = run(capsys, *wrong)
         assert status == 2 and says in err and out.read_text() == text, err
+        assert not new[-1].exists()
+    _, text, _ = run(capsys, PROMPT, *flags[:-2])
+    new[-1].touch()  # it is empty
+    assert run(capsys, PROMPT, *new)[:2] == (0, "") and new[-1].read_text() == text
     assert prompts.read_text().startswith('{"prompt": "a"}')
     assert schema.read_text() == '{"type": "object"}'
 

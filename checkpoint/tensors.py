@@ -73,9 +73,9 @@ class Checkpoint:
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise UserError(f"{index}: weight_map must give the file of each tensor")
+        present = [file.name for file in self.folder.glob("*.safetensors") if file.is_file()]
         for file in weight_map.values():
-            is_name = isinstance(file, str) and re.fullmatch(r"[^/\\]+\.safetensors", file)
-            if not is_name or not (self.folder / file).is_file():
+            if file not in present:
                 raise UserError(
                     f"{index}: weight_map must give a .safetensors file in the same folder for "
                     f"each tensor; {brief(file)} is none, or is missing: fetch the model again"

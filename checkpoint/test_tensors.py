@@ -147,6 +147,7 @@ def test_an_index_that_does_not_fit_its_files(tmp_path):
         ({"a.weight": "one.bin"}, f"{same_folder}.*; one.bin is none"),
         ({"a.weight": "three.safetensors"}, "three.safetensors is none, or is missing"),
         ({"a.weight": 1}, same_folder),
+        ({"a.weight": "x" * 5000 + ".safetensors"}, same_folder),
         ({}, "weight_map must give"),
         ([1], "weight_map must give"),
         (None, "weight_map must give"),

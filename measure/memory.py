@@ -46,6 +46,9 @@ class BlankModel:
     ops = Ops()
     group = Group()
 
+    def price(self, context: int) -> int:
+        return 1
+
     def __call__(
         self,
         tokens: Tensor,
