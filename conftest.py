@@ -66,6 +66,20 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture
+def in_a_minute() -> Iterator[None]:
+    """A test that would run forever fails."""
+
+    def ring(*_: Any) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
 @pytest.fixture(params=["C", "no C"] if find_spec("cpu") else ["no C"])
 def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether cpu/native.py has a library: once as it is here, and once without."""

@@ -34,7 +34,12 @@ PROMPT = "Once upon a time, there was a little"
 
 @pytest.fixture(scope="module")
 def model(base) -> Model:
-    return Model.load(base, "cpu", torch.float64)
+    """Of its rows beyond the tokenizer's tokens, one always has the largest logit."""
+    model = Model.load(base, "cpu", torch.float64)
+    padding = model.llama.embed.weight[259:]
+    padding[0] *= 1000
+    padding[1] = -padding[0]
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +53,10 @@ def draft(base) -> Model:
 # ---- One text
 
 
-def test_text_of_the_plain_loop_is_the_engines(model, draft, base):
-    """Greedy, and by seed: with any cache, and in coupled mode with any draft."""
+def test_text_of_the_plain_loop_is_the_engines(model, draft, base, monkeypatch, in_a_minute):
+    """Greedy, and by seed: with any cache, and in coupled mode with any draft. The prompt is longer
+    than a step."""
+    monkeypatch.setattr(page, "STEP_BUDGET", 8)
     ways = [
         dict(kv="contiguous"),
         dict(use_cache=False),
@@ -70,6 +77,7 @@ def test_text_of_the_plain_loop_is_the_engines(model, draft, base):
         assert (exact.text == text) == (temperature == 0)
     assert len(texts) == 3 and exact.text not in texts  # the same law, another text
     assert exact.speculation.acceptance > 0.3
+    assert plain_loop(Model.load("tiny", "cpu"), "Once upon a", 2, 0, 1) == " time,"
 
 
 def test_greedy_text_is_the_argmax_of_the_plain_forward_pass(model):
@@ -316,9 +324,10 @@ def test_int4_copy_needs_a_folder_of_16_bits(model, base):
     homeless = Model(model.llama, model.tokenizer)
     with pytest.raises(UserError, match="this model has none"):
         generate(PROMPT, homeless, draft="self")
-    quantized = Model.load(base, "cpu", bits=4)
-    with pytest.raises(UserError, match="the target's weights are .* already"):
-        generate(PROMPT, quantized, draft="self")
+    for bits in (4, "nf4"):
+        quantized = Model.load(base, "cpu", bits=bits)
+        with pytest.raises(UserError, match="the target's weights are .* already"):
+            generate(PROMPT, quantized, draft="self")
 
 
 def bytes_in(bits: int | str, folder: str) -> int:
@@ -402,6 +411,7 @@ def test_what_is_loaded_is_not_loaded_otherwise(model, draft):
         dict(draft_bits=4),
         dict(draft_bits=8, draft=draft),
         dict(draft_bits=16, draft="ngram"),
+        dict(draft_bits=8, draft="self"),
         dict(draft_bits=4, draft=Draft(lambda cache: LastToken())),
     ):
         name = [*how][0]
@@ -629,12 +639,12 @@ def test_damaged_folder_is_named(tmp_path):
 def test_a_model_may_lack_tokens_beside_those_of_texts(tmp_path):
     """They are never drawn, and no prompt may hold them."""
     template = "{{ messages[-1].content }}{{ '<|im_end|>' if messages[1:] }}"
-    folder = write_model(tmp_path, template, vocab_size=257)  # the tokenizer has 259 tokens
+    folder = write_model(tmp_path, template, vocab_size=258)  # the tokenizer has 259 tokens
     model = Model.load(folder)
     message = dict(role="user", content="<|im_end|>")
     result = generate(messages=[message], target=model, max_tokens=40, temperature=9.0)
-    assert max(result.tokens) < 257 == model.tokenizer.vocab_size
-    with pytest.raises(UserError, match="prompt has token 258, and the model has 257"):
+    assert max(result.tokens) < 258 == model.tokenizer.vocab_size
+    with pytest.raises(UserError, match="prompt has token 258, and the model has 258"):
         generate(messages=[message, message], target=model)
 
 
