@@ -24,6 +24,7 @@ from grammar import Grammars
 from kernels import Ops
 from kvcache import CacheFull
 from model import Llama, weight_bytes
+from quant import widths
 from request import OutputStream, Request, Settings
 from settings import VERIFY, Options
 from test_drafters import LastToken
@@ -515,7 +516,7 @@ def test_a_batch_of_none_is_refused(model):
         generate(PROMPT, model, max_batch=0)
 
 
-def test_blocks_are_as_many_as_can_be_needed_or_as_memory_holds(model):
+def test_blocks_are_as_many_as_can_be_needed_or_as_memory_holds(model, monkeypatch):
     token = 2 * 2 * 2 * 6 * 8  # bytes, in float64
 
     def blocks(**memory) -> list[int]:
@@ -538,6 +539,16 @@ def test_blocks_are_as_many_as_can_be_needed_or_as_memory_holds(model):
     assert both.describe() == "keys and values: 5 blocks of 16 tokens, 0.1 MB"
     contiguous = Engine(model, None, Options(max_len=50, max_batch=2, kv="contiguous"), tokens=100)
     assert contiguous.describe() == "keys and values: rows of 50 tokens, 0.0 MB"
+    draft = Model(random_llama(2, max_position_embeddings=40), model.tokenizer)
+    low = Engine(model, page.load_draft(draft, model), Options(max_len=50, max_batch=2, kv_bits=8))
+    spec = model.llama.kv_spec(widths(8))
+    assert [cache.max_len for cache in low.caches] == [50, 40]
+    assert [cache.bytes for cache in low.caches] == [spec.bytes(16 * 9)] * 2
+    monkeypatch.setattr(page, "free_memory", lambda device: 15 * token)
+    for bits in (16, 8):
+        limit = model.llama.kv_spec(widths(bits)).tokens_in(12 * token)
+        assert limit == model.max_total_tokens(Options(kv_bits=bits)) < 96
+    assert limit > 12
     with pytest.raises(CacheFull):
         contiguous.caches[0].extend([(contiguous.caches[0].open([])[0], [1] * 51)])
 
