@@ -29,6 +29,7 @@ from request import OutputStream, Request, Settings
 from settings import VERIFY, Options
 from test_drafters import LastToken
 from test_eagle import random_head, write_head
+from tokenizer import Tokenizer
 
 PROMPT = "Once upon a time, there was a little"
 
@@ -78,7 +79,9 @@ def test_text_of_the_plain_loop_is_the_engines(model, draft, base, monkeypatch, 
         assert (exact.text == text) == (temperature == 0)
     assert len(texts) == 3 and exact.text not in texts  # the same law, another text
     assert exact.speculation.acceptance > 0.3
-    assert plain_loop(Model.load("tiny", "cpu"), "Once upon a", 2, 0, 1) == " time,"
+    tiny = Model.load("tiny", "cpu")
+    tiny.tokenizer = Tokenizer(replace(tiny.tokenizer._vocabulary, strips=True))
+    assert plain_loop(tiny, "Once upon a", 2, 0, 1) == " time,"  # its first space stays
 
 
 def test_greedy_text_is_the_argmax_of_the_plain_forward_pass(model):
