@@ -67,17 +67,17 @@ def one_thread() -> None:
 
 
 @pytest.fixture
-def in_a_minute() -> Iterator[None]:
-    """A test that would run forever fails."""
+def in_time() -> Iterator[None]:
+    """A test that takes 15 seconds of a processor fails: it would run forever."""
 
     def ring(*_: Any) -> None:
         raise TimeoutError
 
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.alarm(60)
+    before = signal.signal(signal.SIGPROF, ring)
+    signal.setitimer(signal.ITIMER_PROF, 15)
     yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    signal.signal(signal.SIGPROF, before)
 
 
 @pytest.fixture(params=["C", "no C"] if find_spec("cpu") else ["no C"])

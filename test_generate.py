@@ -55,7 +55,7 @@ def draft(base) -> Model:
 # ---- One text
 
 
-def test_text_of_the_plain_loop_is_the_engines(model, draft, base, monkeypatch, in_a_minute):
+def test_text_of_the_plain_loop_is_the_engines(model, draft, base, monkeypatch, in_time):
     """Greedy, and by seed: with any cache, and in coupled mode with any draft. The prompt is longer
     than a step."""
     monkeypatch.setattr(page, "STEP_BUDGET", 8)
