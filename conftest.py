@@ -66,6 +66,20 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture
+def in_time() -> Iterator[None]:
+    """A test that takes 15 seconds of a processor fails: it would run forever."""
+
+    def ring(*_: Any) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGPROF, ring)
+    signal.setitimer(signal.ITIMER_PROF, 15)
+    yield
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    signal.signal(signal.SIGPROF, before)
+
+
 @pytest.fixture(params=["C", "no C"] if find_spec("cpu") else ["no C"])
 def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether cpu/native.py has a library: once as it is here, and once without."""

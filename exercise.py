@@ -63,7 +63,7 @@ EXERCISES = (
         page="model.py",
         function="decoder_layer",
         teaches="a layer: norm, attention, norm, MLP, and the sums around them",
-        tests=("test_model.py",),
+        tests=("test_model.py", "test_parallel.py::test_logits_are_those_of_one_process"),
     ),
     Exercise(
         page="kernels.py",

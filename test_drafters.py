@@ -90,18 +90,25 @@ def slow_look_up(text: list[int], count: int, longest: int) -> list[int]:
 @given(
     st.lists(st.integers(0, 3), min_size=1, max_size=30),
     st.integers(1, 4),
-    st.lists(st.tuples(st.integers(0, 6), st.lists(st.integers(0, 3), min_size=1)), max_size=4),
+    st.lists(
+        st.tuples(st.integers(0, 6), st.lists(st.integers(0, 3), min_size=1), st.booleans()),
+        max_size=4,
+    ),
 )
 def test_ngrams_are_those_of_a_slow_search_while_the_text_grows(text, longest, growth):
     drafter = NgramDrafter(longest)
     request = Request(text, Settings())
     drafter.open(request)
-    for count, new in [(3, [0]), *growth]:
+    for count, new, is_interrupted in [(3, [0], True), *growth]:
         expected = slow_look_up(request.tokens, count, longest)
         assert drafter.look_up(request, count) == expected
         assert drafter.max_drafts(request, count) == len(expected)
+        num_before = len(request.tokens)
         request.tokens += new
-        drafter.commit(request, len(new))
+        if is_interrupted:  # after the text has grown
+            drafter.restore(request, num_before)
+        else:
+            drafter.commit(request, len(new))
 
 
 def test_ngram_proposal_is_a_one_hot_distribution():
@@ -192,6 +199,10 @@ def test_model_drafts_fit_or_cannot_be_stored(blocks):
         assert fits == (3 + num_drafts <= 2 * blocks)
         assert fits == (drafter.max_drafts(request, num_drafts) == num_drafts)
         answers.add(fits)
+        drafter.budget = 2
+        num_to_read = drafter.num_to_read(ScheduledRequest(request, 3, 1))
+        num_drafts_after = drafter.max_drafts(request, 1)
+        assert (num_to_read, num_drafts_after) == ((0, 1) if lag <= 2 else (2, 0))
         with nullcontext() if fits else pytest.raises(CacheFull):
             drafter.propose(toy_round(request, num_drafts, V=1))
     assert answers == {True, False}
@@ -203,6 +214,8 @@ def test_model_drafts_fit_or_cannot_be_stored(blocks):
     for num_tokens in (2, 3):
         chunk = ScheduledRequest(request, 0, num_tokens, samples=False)
         assert drafter.fits([chunk]) == (num_tokens == 2)
+    drafter.commit(request, 1)  # the text fills the context now
+    assert drafter.max_drafts(request, 3) == 1
 
 
 def test_q_is_what_was_drawn_from_to_the_bit(monkeypatch):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from conftest import FOLDERS, ROOT, program
-from exercise import BLANK, EXERCISES, NAMED, Exercise, blanked, exercise_flags
+from exercise import BLANK, EXERCISES, NAMED, Exercise, blanked, exercise_flags, run
 from exercise import FOLDERS as COPIED
 from test_house import tree
 
@@ -94,6 +94,13 @@ def test_without_a_name_all_are_listed():
     lines = program("exercise.py").stdout.splitlines()
     assert [line.split()[0] for line in lines[2:]] == [*NAMED]
     assert exercise_flags(["verify", "--check", "x"]) == exercise_flags(["verify", "x", "--check"])
+
+
+def test_judges_run_without_the_backends(monkeypatch):
+    asked = {}
+    monkeypatch.setattr("subprocess.call", lambda command, **how: asked.update(how))
+    assert run(exercise_flags(["verify", str(ROOT), "--check"])) == 0
+    assert asked["env"]["LLAMA_PLAIN"] == "1" and asked["cwd"] == ROOT
 
 
 @pytest.mark.slow

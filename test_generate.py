@@ -25,6 +25,7 @@ from grammar import Grammars
 from kernels import Ops
 from kvcache import CacheFull
 from model import Llama, weight_bytes
+from quant import widths
 from request import OutputStream, Request, Settings
 from settings import VERIFY, Options
 from test_drafters import LastToken
@@ -35,7 +36,12 @@ PROMPT = "Once upon a time, there was a little"
 
 @pytest.fixture(scope="module")
 def model(base) -> Model:
-    return Model.load(base, "cpu", torch.float64)
+    """Of its rows beyond the tokenizer's tokens, one always has the largest logit."""
+    model = Model.load(base, "cpu", torch.float64)
+    padding = model.llama.embed.weight[259:]
+    padding[0] *= 1000
+    padding[1] = -padding[0]
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +62,10 @@ def plain_text(model: Model, **settings: Any) -> str:
     return model.tokenizer.decode(shown, continues=True)  # a first space is kept
 
 
-def test_text_of_the_plain_loop_is_the_engines(model, draft, base):
-    """Greedy, and by seed: with any cache, and in coupled mode with any draft."""
+def test_text_of_the_plain_loop_is_the_engines(model, draft, base, monkeypatch, in_time):
+    """Greedy, and by seed: with any cache, and in coupled mode with any draft. The prompt is longer
+    than a step."""
+    monkeypatch.setattr(page, "STEP_BUDGET", 8)
     ways = [
         dict(kv="contiguous"),
         dict(use_cache=False),
@@ -68,8 +76,9 @@ def test_text_of_the_plain_loop_is_the_engines(model, draft, base):
         dict(draft="self", verify="coupled", gamma=2, kv="contiguous"),
     ]
     texts = set()
-    for temperature, seed in ((0.0, 7), (1.0, 7), (1.0, 8)):
-        settings = dict(temperature=temperature, seed=seed, max_tokens=20)
+    filters = dict(top_k=30, top_p=0.95, min_p=0.01)
+    for temperature, seed, others in ((0.0, 7, {}), (1.0, 7, filters), (1.0, 8, {})):
+        settings = dict(temperature=temperature, seed=seed, max_tokens=20, **others)
         text = plain_text(model, **settings)
         texts.add(text)
         for way in ways:
@@ -324,9 +333,10 @@ def test_int4_copy_needs_a_folder_of_16_bits(model, base):
     homeless = Model(model.llama, model.tokenizer)
     with pytest.raises(UserError, match="this model has none"):
         generate(PROMPT, homeless, draft="self")
-    quantized = Model.load(base, "cpu", bits=4)
-    with pytest.raises(UserError, match="the target's weights are .* already"):
-        generate(PROMPT, quantized, draft="self")
+    for bits in (4, "nf4"):
+        quantized = Model.load(base, "cpu", bits=bits)
+        with pytest.raises(UserError, match="the target's weights are .* already"):
+            generate(PROMPT, quantized, draft="self")
 
 
 def bytes_in(bits: int | str, folder: str) -> int:
@@ -410,6 +420,7 @@ def test_what_is_loaded_is_not_loaded_otherwise(model, draft):
         dict(draft_bits=4),
         dict(draft_bits=8, draft=draft),
         dict(draft_bits=16, draft="ngram"),
+        dict(draft_bits=8, draft="self"),
         dict(draft_bits=4, draft=Draft(lambda cache: LastToken())),
     ):
         name = [*how][0]
@@ -513,7 +524,7 @@ def test_a_batch_of_none_is_refused(model):
         generate(PROMPT, model, max_batch=0)
 
 
-def test_blocks_are_as_many_as_can_be_needed_or_as_memory_holds(model):
+def test_blocks_are_as_many_as_can_be_needed_or_as_memory_holds(model, monkeypatch):
     token = 2 * 2 * 2 * 6 * 8  # bytes, in float64
 
     def blocks(**memory) -> list[int]:
@@ -536,6 +547,16 @@ def test_blocks_are_as_many_as_can_be_needed_or_as_memory_holds(model):
     assert both.describe() == "keys and values: 5 blocks of 16 tokens, 0.1 MB"
     contiguous = Engine(model, None, Options(max_len=50, max_batch=2, kv="contiguous"), tokens=100)
     assert contiguous.describe() == "keys and values: rows of 50 tokens, 0.0 MB"
+    draft = Model(random_llama(2, max_position_embeddings=40), model.tokenizer)
+    low = Engine(model, page.load_draft(draft, model), Options(max_len=50, max_batch=2, kv_bits=8))
+    spec = model.llama.kv_spec(widths(8))
+    assert [cache.max_len for cache in low.caches] == [50, 40]
+    assert [cache.bytes for cache in low.caches] == [spec.bytes(16 * 9)] * 2
+    monkeypatch.setattr(page, "free_memory", lambda device: 15 * token)
+    for bits in (16, 8):
+        limit = model.llama.kv_spec(widths(bits)).tokens_in(12 * token)
+        assert limit == model.max_total_tokens(Options(kv_bits=bits)) < 96
+    assert limit > 12
     with pytest.raises(CacheFull):
         contiguous.caches[0].extend([(contiguous.caches[0].open([])[0], [1] * 51)])
 
@@ -637,12 +658,12 @@ def test_damaged_folder_is_named(tmp_path):
 def test_a_model_may_lack_tokens_beside_those_of_texts(tmp_path):
     """They are never drawn, and no prompt may hold them."""
     template = "{{ messages[-1].content }}{{ '<|im_end|>' if messages[1:] }}"
-    folder = write_model(tmp_path, template, vocab_size=257)  # the tokenizer has 259 tokens
+    folder = write_model(tmp_path, template, vocab_size=258)  # the tokenizer has 259 tokens
     model = Model.load(folder)
     message = dict(role="user", content="<|im_end|>")
     result = generate(messages=[message], target=model, max_tokens=40, temperature=9.0)
-    assert max(result.tokens) < 257 == model.tokenizer.vocab_size
-    with pytest.raises(UserError, match="prompt has token 258, and the model has 257"):
+    assert max(result.tokens) < 258 == model.tokenizer.vocab_size
+    with pytest.raises(UserError, match="prompt has token 258, and the model has 258"):
         generate(messages=[message, message], target=model)
 
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from batcher import Batcher
 from conftest import ROOT, Place, write_tokenizer
-from drafters import ModelDrafter
+from drafters import ModelDrafter, NgramDrafter
 from errors import UserError
 from generate import Engine, Model, generate, load_draft
 from kvcache import KVCache
@@ -483,6 +483,16 @@ def test_ngrams_draft_what_the_grammar_forces(model):
     assert result.speculation.tokens_per_round > 2
 
 
+def test_ngrams_draft_only_what_the_grammar_allows():
+    drafter = NgramDrafter()
+    request = Request([0, 1, 0], Settings())
+    drafter.open(request)
+    for regex, drafts in (("[ab]*", [1, 0, 1]), ("[ab]a*", [1, 0]), ("a*", [])):
+        compiled = GRAMMARS.compile(Grammar("regex", regex))
+        request.grammar_state = GrammarState(GRAMMARS, compiled, [])
+        assert drafter.look_up(request, 3) == drafts
+
+
 # ---- How texts end
 
 
@@ -652,7 +662,11 @@ LETTERS, PATTERN, NAMES = (
 PADDING = "a" * (PATTERN - 20)
 BOUNDS = [  # what is compiled; what is one more than that; what is told of it
     (dict(choice="a" * LETTERS), dict(choice=["a" * LETTERS, "b"]), "characters:"),
-    (dict(regex="a" * PATTERN), dict(regex="a" * (PATTERN + 1)), "of regular expressions"),
+    (
+        dict(regex="a" * (PATTERN - 2) + r"\\"),
+        dict(regex="a" * (PATTERN + 1)),
+        "of regular expressions",
+    ),
     (dict(grammar=rules(NAMES)), dict(grammar=rules(NAMES + 1)), "rules and terminals"),
     (
         dict(grammar=f'start: /{PADDING}/ "{"/" * PATTERN}"'),

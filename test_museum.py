@@ -25,7 +25,8 @@ def test_every_bug_is_caught(capsys):
 def test_a_bug_that_nobody_sees_is_told(capsys, monkeypatch):
     same = dict(right="2 * j + 1", wrong="1 + 2 * j")
     harmless = Exhibit("a", "b", "c", function=draft_role, **same, seen_by=lambda: True)
-    monkeypatch.setattr(museum, "ROOMS", {"Room": [harmless]})
+    caught = harmless._replace(wrong="3 * j", seen_by=lambda: draft_role(2) == 5)
+    monkeypatch.setattr(museum, "ROOMS", {"Room": [harmless, caught]})
     with pytest.raises(SystemExit, match="^1$"):
         museum.main()
     assert "NOT CAUGHT" in capsys.readouterr().out

@@ -98,6 +98,7 @@ def test_rope_settings_are_read_wherever_they_are(tmp_path):
             10000.0,
             {"rope_type": "linear", "factor": 2.0},
         ),
+        ({"rope_scaling": {"type": "yarn"} | LINEAR}, 10000.0, LINEAR),
     ):
         config = Config.load(write(tmp_path, plain | data))
         assert (config.rope_theta, config.rope_scaling) == (theta, scaling), data

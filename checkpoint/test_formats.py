@@ -466,7 +466,7 @@ ODD: list[tuple[Any, Any]] = [
         lambda f: configure(f, '"actorder": "group"', '"actorder": "dynamic"'),
     ),
     (settings_of("gptq", 4, 16), lambda f: change(f, "g_idx", None)),
-    (settings_of("gptq", 4, -1, ordered=True), lambda f: None),
+    (settings_of("gptq", 4, -1, ordered=True), lambda f: change(f, "g_idx", None)),
     (
         settings_of("gptq", 8, 16),
         lambda f: add(f, "bias", "qweight", lambda t: torch.zeros(t.shape[1]).half()),
@@ -600,7 +600,9 @@ def test_settings_that_are_not_honoured():
     for line, says in NOT_HONOURED:
         name, more = line.split(" ", 1)
         cases.append((changed(name, json.loads(more)), says))
-    cases.append((settings_of("compressed-tensors", 4, 8, inputs=IN8), "need weights of 8 bits"))
+    for bits, form in ((4, "pack-quantized"), (8, "int-quantized")):
+        how = settings_of("compressed-tensors", bits, 8, True, format=form, inputs=IN8)
+        cases.append((how, "need weights of 8 bits"))
     for how, says in cases:
         with pytest.raises(UserError) as error:
             load_quantization(how)

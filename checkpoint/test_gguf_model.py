@@ -96,7 +96,7 @@ def write_model(file: Path, types: dict[str, str], **changes: Any) -> Llama:
         type = next((type for part, type in types.items() if part in name), "F32")
         if tensor.ndim == 1:
             type = "F32"
-        if "_norm" in name:  # of q, of k
+        if "_norm" in name or "bias" in name:  # a norm of q, of k
             tensor.uniform_(0.5, 1.5)
         if type in PLAIN:
             small = tensor.to(PLAIN[type])
@@ -127,6 +127,8 @@ LLAMAS = [*({"": type} for type in (*BLOCK_FORMATS, *PLAIN)), MIXED, NOT_WHOLE, 
 def test_logits_are_those_of_the_stored_numbers(tmp_path, types, kind):
     file = tmp_path / "model.gguf"
     shape = dict(tie_word_embeddings=types != MIXED, model_type=kind)
+    has_biases = types == NOT_WHOLE
+    shape |= dict(attention_bias=has_biases, mlp_bias=has_biases)
     wanted = write_model(file, types, **shape)(torch.arange(30))
     for dtype, most in ((torch.float64, 1e-5), (torch.float32, 2e-3)):
         llama = Llama.load(file, "cpu", dtype)

@@ -132,6 +132,15 @@ def test_the_commonest_tokens_are_in_the_order_of_their_ids():
     assert commonest(texts, 12, 6).tolist() == [0, 1, 3, 5, 7, 9]
 
 
+def test_a_new_head_begins_with_the_targets_norm_and_rows():
+    target = random_llama(1, ops=Ops())
+    target.norm.fill_(3)
+    tokens = [3, 7, 9]
+    head = new_head(target, torch.tensor(tokens), None, seed=2)
+    assert torch.equal(head.norm, target.norm.float())
+    assert torch.equal(head.head.weight, target.head.weight[tokens].float())
+
+
 def test_a_draft_counts_if_those_before_it_are_accepted(monkeypatch):
     """By the means of two batches of as many rows: 1 + 0.5 + 0.5 · 0.4."""
     head = training().student
@@ -158,10 +167,12 @@ def test_products_in_bfloat16_give_almost_the_same_losses():
     run = training()
     batch = run.batch()
     exact, _ = losses(run.student, batch, 2)
-    cast, _ = losses(run.student, batch, 2, autocast=True)
+    cast, alphas = losses(run.student, batch, 2, autocast=True)
     assert all(0 < abs(a - b) < 0.02 * a for a, b in zip(exact, cast))
     run.autocast = True
-    assert abs(run.loss(batch) - cast[0] - DECAY * cast[1]) < 1e-6
+    for run.steps in range(6):
+        terms = [1 - alpha for alpha in alphas] if run.steps == 5 else cast
+        assert abs(run.loss(batch) - terms[0] - DECAY * terms[1]) < 1e-6
 
 
 def test_the_command_makes_a_head_that_drafts(base, tmp_path, capsys):
@@ -214,6 +225,7 @@ def test_flags_reach_the_training_and_autocast_trains_on_plain_weights(base, tmp
     learned = [batch.tokens.tolist() for batch in trained[0].texts]
     texts = {str(text) for batch in learned for text in batch}
     assert len(texts) == 18  # each with a seed of its own
+    assert not any(batch.starts.any() for batch in trained[0].texts)  # all of it is the target's
     assert not texts & {str(text) for batch in measured for text in batch.tokens.tolist()}
     assert [training.autocast for training in trained] == [False, True]
     kinds = [training.student.target.config.quantization for training in trained]
