@@ -10,12 +10,13 @@ import math
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from functools import cache
 from importlib.util import find_spec
 from itertools import chain
@@ -571,8 +572,7 @@ LONG = [
     (dict(prompt=[1] * 300), "300 tokens, but prompt and answer have at most 300"),
     (dict(prompt=["a"] * 200), "200 prompts: at most 128"),
     (dict(prompt=["a"] * 100, n=2), "n is 2: it must be a whole number from 1 to 1"),
-    (dict(prompt="a " * 500), "tokens, but prompt and answer have at most 300"),
-    (dict(prompt="a" * 10_000), "10,000 characters, but prompt and answer"),
+    (dict(prompt="a " * 500), "at least 300 tokens, but prompt and answer have at most 300"),
     (dict(prompt="a", stop=["a"] * 65), "stop may be at most 64 texts"),
     (dict(prompt="a", stop="a" * 9999), "stop may be at most 64 texts"),
 ]
@@ -602,8 +602,10 @@ def test_what_is_wrong_is_told_and_serving_goes_on(capsys):
             assert error.keys() == {"message", "type", "param", "code"}
             named = re.match(r"(\w+) is .*: it must be", error["message"])
             assert not named or error["param"] == named[1], error
-        status, error = await refused(app, CHAT, user("a " * 500))
-        assert error["code"] == "context_length_exceeded" and error["param"] == "messages"
+        for text, size in (("a " * 500, "at least 300 tokens"), ("a" * 9000, "9,000 characters")):
+            status, error = await refused(app, CHAT, user(text))
+            assert error["code"] == "context_length_exceeded" and error["param"] == "messages"
+            assert error["message"].startswith(f"messages: {size}, but"), error
         status, error = await refused(app, CHAT, user() | dict(model="gpt"))
         assert (status, error["code"], error["param"]) == (404, "model_not_found", "model")
         await post(app, COMPLETE, **GREEDY, model="tiny", repetition_penalty=1.0, best_of=1)
@@ -657,15 +659,29 @@ def test_bodies_are_bounded(monkeypatch):
         async with Client(app, "POST", COMPLETE, body=b"x") as client:
             client.to_send = [(b"{", True)]  # and goes
         assert client.status == 0
-        monkeypatch.setattr(asgi, "PATIENCE", 60)
-        async with Client(app, "POST", COMPLETE, body=b"x") as client:
-            client.to_send = [(b"{", True)]
-            waits = asyncio.ensure_future(post(app, COMPLETE, prompt="a", max_tokens=1))
-            await asyncio.sleep(0.1)
-            assert not waits.done()  # one body is read at a time
-        await waits
 
-    monkeypatch.setattr(server, "MAX_BODIES", 1)
+    run(scenario)
+
+
+def test_bodies_that_come_are_bounded_together(monkeypatch):
+    """The one that has been silent for longest goes; small ones count for nothing."""
+    monkeypatch.setattr(server, "SMALL_BODY", 1000)
+    monkeypatch.setattr(server, "MAX_HELD", 10_000)
+
+    async def scenario(app):
+        async with AsyncExitStack() as stack:
+            clients = []
+            for size in (1000, 4000, 4000, 4000, 1000):
+                client = Client(app, "POST", COMPLETE, body=b" " * 2 * size)
+                clients.append(await stack.enter_async_context(client))
+                client.to_send.pop()  # the second half
+                await asyncio.sleep(0.01)
+            await asyncio.wait({clients[1].task}, timeout=10)
+            assert [client.status for client in clients] == [0, 408, 0, 0, 0]
+            assert "other bodies needed the memory" in clients[1].text
+            await post(app, COMPLETE, **GREEDY, user=1500 * "x")
+        assert not app.bodies
+
     run(scenario)
 
 
@@ -917,36 +933,42 @@ def test_a_grammar_that_fails_is_that_requests_mistake(monkeypatch, capsys):
 
 
 def test_small_bodies_pass_large_ones(monkeypatch):
-    """Bodies beyond SMALL_BODY, or of unknown size, wait for each other while they are read."""
-    monkeypatch.setattr(server, "MAX_BODIES", 1)
+    """Large ones wait for each other, once they have come: one that comes slowly delays nobody. A
+    client that goes waits no more."""
+    may_read = threading.Event()
+    num_read = 0
+
+    def slow_if_large(data: bytes, is_chat: bool, offer: Offer) -> openai.Asked:
+        nonlocal num_read
+        if len(data) > server.SMALL_BODY:
+            may_read.wait(10)
+            num_read += 1
+        return openai.read_request(data, is_chat, offer)
+
+    monkeypatch.setattr(server, "read_request", slow_if_large)
 
     async def scenario(app):
-        def asks(spaces: int, is_chunked: bool = False) -> Client:
-            body = json.dumps(GREEDY).encode()
-            body += b" " * (spaces - len(body))
-            length = None if is_chunked else str(len(body))
-            return Client(app, "POST", COMPLETE, body=body, headers={"content-length": length})
+        def asks(size: int) -> Client:
+            body = json.dumps(GREEDY | dict(max_tokens=1)).encode()
+            return Client(app, "POST", COMPLETE, body=body + b" " * (size - len(body)))
 
-        slow = asks(server.SMALL_BODY + 1)
-        may_send = asyncio.Event()
-        receive = slow.receive
-
-        async def waits():
-            await may_send.wait()
-            return await receive()
-
-        slow.receive = waits
-        async with slow, asks(server.SMALL_BODY + 1) as large, asks(99, True) as chunked:
-            async with asks(server.SMALL_BODY) as small:
+        async with AsyncExitStack() as stack:
+            slow = await stack.enter_async_context(asks(server.SMALL_BODY + 1))
+            rest = slow.to_send.pop()
+            large = [asks(server.SMALL_BODY + 1) for _ in range(40)]
+            for client in large:
+                await stack.enter_async_context(client)
+            async with asks(server.SMALL_BODY + 1), asks(server.SMALL_BODY) as small:
                 await asyncio.wait({small.task}, timeout=10)
             assert small.status == 200
-            await asyncio.sleep(0.05)
-            assert large.status == chunked.status == 0
-            may_send.set()
-            await asyncio.wait({slow.task, large.task, chunked.task}, timeout=10)
-        assert slow.status == large.status == chunked.status == 200
+            assert not any(client.status for client in large)
+            may_read.set()
+            await asyncio.wait([client.task for client in large], timeout=60)
+            assert all(client.status == 200 for client in large)
+            assert slow.status == 0 and num_read == 40
+            slow.to_send.append(rest)
 
-    run(scenario)
+    run(scenario, capacity=50)
 
 
 def test_an_exception_is_that_requests_500(monkeypatch, capsys):
@@ -1151,6 +1173,9 @@ def test_a_signal_amid_streams(capsys):
         asked = dict(prompt=PROMPT, max_tokens=100, ignore_eos=True, temperature=0, stream=True)
         response = opened(port, **asked)
         first = response.readline()
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall(b"no HTTP\r\n\r\n")  # which nobody is told of but its client
+            assert connection.recv(99).startswith(b"HTTP/1.1 400")
         process.send_signal(signal.SIGINT)
         rest = response.read()
         assert first.startswith(b"data: ") and rest.endswith(b"data: [DONE]\n\n")
