@@ -194,10 +194,14 @@ def test_a_silent_connection_is_closed(monkeypatch):
             client.send(data)
         patient = await connect()
         patient.send(GET.replace(b"/ ", b"/0.5 ") + b"\r\n")
+        both = await connect()  # the second request is under way when the first has its answer
+        both.send(GET + b"\r\n" + GET.replace(b"/ ", b"/0.5 ") + b"\r\n")
         assert (await clients[3].answer()).startswith(b"HTTP/1.1 200")
         for client in clients:
             assert await asyncio.wait_for(client.reader.read(), 2) == b""
         assert (await patient.answer()).startswith(b"HTTP/1.1 200")
+        for _ in range(2):
+            assert (await both.answer()).startswith(b"HTTP/1.1 200")
 
     play(scenario)
 

@@ -9,17 +9,19 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack, contextmanager
 from functools import cache
 from importlib.util import find_spec
-from itertools import chain
+from itertools import chain, pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -1156,10 +1158,53 @@ def running(*flags: str):
         process.stderr.close()
 
 
-def opened(port: int, **body) -> http.client.HTTPResponse:
+def opened(port: int, path: str = COMPLETE, **body) -> http.client.HTTPResponse:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    connection.request("POST", COMPLETE, json.dumps(body))
+    connection.request("POST", path, json.dumps(body))
     return connection.getresponse()
+
+
+def seconds_of(process: subprocess.Popen) -> float:
+    """The processor's time that it took so far: other work on the machine does not count."""
+    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@needs_uvicorn
+@pytest.mark.slow
+def test_large_bodies_hold_up_nobody(tmp_path):
+    """Six of the largest of each kind: others are answered, and what streams goes on."""
+    shutil.copytree(ROOT / "models" / "tiny", tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["max_position_embeddings"] = 2**17
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "chat_template.jinja").write_text(CHATML)
+    said = [dict(role="user", content=f"message {i} is this") for i in range(20_000)]
+    lists = [[] for _ in range(1_000_000)]
+    kinds = [(COMPLETE, dict(prompt="ab cd " * 600_000)), (COMPLETE, dict(metadata=lists))]
+    kinds += [(CHAT, dict(messages=[dict(role="user", content="ab cd " * 250_000)]))]
+    kinds += [(CHAT, dict(messages=said))]
+    small = [(COMPLETE, dict(prompt="a")), (CHAT, dict(messages=said[:1]))]
+    flags = ["--target", str(tmp_path), "--kv-memory", "100000000", "--max-batch", "2"]
+    with running(*flags) as (process, port), ThreadPoolExecutor(6) as threads:
+
+        def longest(lines: Iterable[Any]) -> float:
+            """The longest time between two lines."""
+            times = [seconds_of(process) for _ in lines]
+            return max(later - earlier for earlier, later in pairwise(times))
+
+        for path, body in kinds:
+            large = [threads.submit(opened, port, path, **body) for _ in range(6)]
+            while not all(future.done() for future in large):
+                begun = seconds_of(process)
+                for small_path, small_body in small:
+                    assert opened(port, small_path, **small_body, max_tokens=1).status == 200
+                assert seconds_of(process) - begun < 2 * 0.5
+                stream = opened(port, prompt=PROMPT, max_tokens=60, stream=True, ignore_eos=True)
+                assert longest(stream) < 0.3
+            for future in large:
+                error = json.loads(future.result().read())["error"]
+                assert error["param"] in ("prompt", "messages"), error
 
 
 @needs_uvicorn
