@@ -15,6 +15,10 @@ class UserError(ValueError):
     param: str | None = None  # the setting or field that is wrong, if it is one
 
 
+class TooManyTokens(UserError):
+    """A text has more tokens than the caller takes. The rest of the text was not read."""
+
+
 def brief(value: object, limit: int = 400) -> str:
     """One printable line of about `limit` characters at most: a long middle is left out."""
     text = str(value)

@@ -151,12 +151,13 @@ class Model:
         chat: bool | None = None,
         special: bool = False,
         thinking: bool | None = None,
+        most: int | None = None,
     ) -> list[int]:
         """Tokens of a prompt, by the model's chat template, or as plain text to continue.
 
         chat None: use the template if there is one. special: a plain text means the control tokens
         that it spells; a warning tells where it does not. thinking: what a template gets as
-        enable_thinking.
+        enable_thinking. most: TooManyTokens is raised beyond it.
         """
         if not self.uses_template(chat):
             is_plain = isinstance(prompt, str) and system is None and thinking is None
@@ -165,13 +166,14 @@ class Model:
                     "chat messages, a system message and thinking need a chat template: leave "
                     "them out, or use an Instruct model without --raw"
                 )
+            tokens = self.tokenizer.prompt(prompt, special, most)
             control = self.tokenizer.spelled_control(prompt)
             if control and not special:
                 warnings.warn(
                     f"a prompt spells the control token {control}, which is read as text: "
                     "--special, or a field special, makes it that token"
                 )
-            return self.tokenizer.prompt(prompt, special)
+            return tokens
         if special:
             raise UserError(
                 "special is about plain prompts, and a chat template lays this one out: leave "
@@ -182,7 +184,7 @@ class Model:
             raise UserError(f"a prompt is {messages!r}: it must be a text, or a list of messages")
         if system is not None:
             messages = [{"role": "system", "content": system}, *messages]
-        return self.tokenizer.chat(messages, enable_thinking=thinking)
+        return self.tokenizer.chat(messages, enable_thinking=thinking, most=most)
 
     def max_total_tokens(self, options: Options) -> int:
         """The most tokens of prompt and answer: options.max_len, or what memory allows."""

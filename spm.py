@@ -18,6 +18,7 @@ tokenizer.model. Control tokens differ: a text has none, and a template's are fo
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
@@ -40,16 +41,14 @@ class SentencePieceBPE:
         self.merges = merges
         self._remembered = lru_cache(REMEMBERED)(self._encode_word)
 
-    def encode(self, text: str, is_first: bool, deadline: float) -> list[int]:
+    def encode(self, text: str, is_first: bool, deadline: float) -> Iterator[int]:
         """The ids of a text without added tokens. is_first: nothing comes before it.
         deadline: only the patterns of tokenizer.py need it."""
-        ids: list[int] = []
         for word in self.merges.words.findall(self._with_space(text, is_first)):
             if len(word) <= LONGEST_REMEMBERED:
-                ids += self._remembered(word)
+                yield from self._remembered(word)
             else:
-                ids += self._encode_word(word)
-        return ids
+                yield from self._encode_word(word)
 
     def _with_space(self, text: str, is_first: bool) -> str:
         """The text with ▁ for spaces, and one before it where the model wants it."""

@@ -8,7 +8,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from checkpoint.bytelevel import (
 from checkpoint.chat import ChatTemplate
 from checkpoint.vocabulary import LONGEST_TOKEN, Finder, Vocabulary
 from conftest import BYTE_LEVEL, byte_alphabet, tokenizer_json, told
-from errors import UserError
+from errors import TooManyTokens, UserError
 from tokenizer import Tokenizer
 
 CORPUS = (
@@ -400,11 +400,25 @@ def test_many_added_tokens_take_no_longer():
 @given(st.lists(WORDS | st.characters(exclude_categories=["Cs"]), max_size=12).map("".join))
 def test_long_pieces_are_merged_like_short_ones(loaded, text):
     for kind in KINDS:
-        encode = loaded[kind]._bpe.encode
-        expected = encode(text, True, time.thread_time() + 9)
+        encode = loaded[kind].encode
+        expected = encode(text)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tokenizer, "LONG_PIECE", 0)
-            assert encode(text, True, time.thread_time() + 9) == expected
+            assert encode(text) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_is_not_read_beyond_what_fits(tmp_path, kind):
+    """All parts of a text count together. Exactly `most` tokens fit."""
+    template = "{{ messages[0].content }}<|end|>{{ messages[1].content }}"
+    tok = Tokenizer.load(write(tmp_path, describe(kind)[0], chat_template=template))
+    turns = [dict(role="user", content=text) for text in ("the cat sat", " on the mat")]
+    for encode in (partial(tok.encode, "the cat's"), partial(tok.chat, turns)):
+        tokens = encode()
+        assert encode(most=len(tokens)) == tokens
+        for most in range(len(tokens) - 1):  # one token of the chat is no text's
+            with pytest.raises(TooManyTokens, match=f"^at least {most + 1} tokens, and at most"):
+                encode(most=most)
 
 
 def test_other_threads_go_on_while_a_long_piece_is_merged(loaded):

@@ -23,9 +23,9 @@ Chat templates are in checkpoint/chat.py. Not covered: `clean_up_tokenization_sp
 
 import codecs
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from copy import copy
-from functools import partial
+from itertools import islice
 from pathlib import Path
 from time import thread_time
 
@@ -51,7 +51,7 @@ from checkpoint.vocabulary import (
     read_tokenizer_config,
     reject,
 )
-from errors import UserError, brief
+from errors import TooManyTokens, UserError, brief
 from spm import SentencePieceBPE
 
 LONG_PIECE = 10_000  # bytes; other threads would feel the merging of so long a piece
@@ -71,17 +71,16 @@ class ByteLevelBPE:
         self._ids = list(merges.merged.values())
         self.missing_bytes = bytes(byte for byte in range(256) if bytes([byte]) not in ranks)
 
-    def encode(self, text: str, is_first: bool, deadline: float) -> list[int]:
+    def encode(self, text: str, is_first: bool, deadline: float) -> Iterator[int]:
         """The ids of a text without added tokens: cut it into pieces, then merge each.
         deadline: of the patterns, in `thread_time` (checkpoint/bytelevel.py)."""
         pieces = [text]
         for split in self.merges.splits:
             pieces = [part for piece in pieces for part in split(piece, deadline) if part]
-        ids = []
         for piece in pieces:
             word = piece.encode(errors="surrogateescape")
             if word in self.merges.whole_pieces:  # some models do not merge these
-                ids.append(self.merges.whole_pieces[word])
+                yield self.merges.whole_pieces[word]
                 continue
             if self.missing_bytes:
                 word = word.translate(None, self.missing_bytes)
@@ -90,8 +89,7 @@ class ByteLevelBPE:
             merge = self._bpe._encode_single_piece
             if len(word) > LONG_PIECE:
                 merge = self._bpe._encode_bytes  # without the GIL
-            ids += [self._ids[rank] for rank in merge(word)]
-        return ids
+            yield from [self._ids[rank] for rank in merge(word)]
 
 
 class IncrementalDecoder:
@@ -188,14 +186,17 @@ class Tokenizer:
 
     # ---- Text to tokens
 
-    def encode(self, text: str, is_first: bool = True, special: bool = False) -> list[int]:
+    def encode(
+        self, text: str, is_first: bool = True, special: bool = False, most: int | None = None
+    ) -> list[int]:
         """The tokens of a plain text. A control token in it is spelled out like any other text,
         unless `special`.
 
         is_first: nothing comes before this text; some models then put a space before it.
+        most: TooManyTokens is raised as soon as the text is known to have more.
         """
         ids = []
-        deadline = thread_time() + PATTERN_SECONDS
+        encode = self._encoder(most)
         # "Added" are tokens that are found before a text is cut (here without control tokens). The
         # split keeps them: text, token, text, …
         added = self.whole if special else self._vocabulary.added
@@ -204,14 +205,36 @@ class Tokenizer:
             if part in added:
                 ids.append(added[part])
             else:
-                ids += self._bpe.encode(part, is_first and n == 0, deadline)
+                ids += encode(part, is_first and n == 0)
         return ids
 
-    def prompt(self, text: str, special: bool = False) -> list[int]:
+    def _encoder(self, most: int | None) -> Callable[[str, bool], list[int]]:
+        """encode(text, is_first) for the parts of one text between added tokens. The parts share
+        the time of the patterns, and `most`."""
+        deadline = thread_time() + PATTERN_SECONDS
+        left = most
+
+        def encode(text: str, is_first: bool) -> list[int]:
+            nonlocal left
+            ids = self._bpe.encode(text, is_first, deadline)
+            if left is None:
+                return [*ids]
+            ids = [*islice(ids, left + 1)]
+            left -= len(ids)
+            if left < 0:
+                raise TooManyTokens(
+                    f"at least {most + 1:,} tokens, and at most {most:,} fit: shorten the text"
+                )
+            return ids
+
+        return encode
+
+    def prompt(self, text: str, special: bool = False, most: int | None = None) -> list[int]:
         """The tokens of a text to continue: a begin-of-text, if the model has one and the text does
-        not spell it, then the text's own. (The chat template makes those of a chat.)"""
+        not spell it, then the text's own. (The chat template makes those of a chat.) most: as of
+        `encode`."""
         prefix = self._vocabulary.prefix
-        ids = self.encode(text, special=special)
+        ids = self.encode(text, special=special, most=most)
         return ids if special and ids[: len(prefix)] == prefix else prefix + ids
 
     def spelled_control(self, text: str) -> str:
@@ -229,15 +252,16 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         enable_thinking: bool | None = None,
         tools: list[Json] | None = None,
+        most: int | None = None,
     ) -> list[int]:
         """The tokens of a conversation, [{"role": …, "content": …}, …], by the template, which may
-        know enable_thinking."""
+        know enable_thinking. most: as of `encode`."""
         source = self.template(tools)
         if source is None:
             raise UserError(
                 "there is no chat template; use a text, or a folder with a chat_template.jinja"
             )
-        encode = partial(self._bpe.encode, deadline=thread_time() + PATTERN_SECONDS)
+        encode = self._encoder(most)
         template = self._templates[source]
         return template.tokens(messages, add_generation_prompt, encode, enable_thinking, tools)
 

@@ -4,8 +4,8 @@ ASGI is three things that the HTTP server (uvicorn) calls an application with: `
 the request; `receive()`, the next part of its body, or that the client has gone; `send(part)`, of
 the answer, which waits while the client does not read. `Exchange` makes verbs of them.
 
-Nothing here is without a bound: a body has at most MAX_BODY bytes, and a client that neither sends
-nor reads for PATIENCE seconds is given up.
+Nothing here is without a bound: a body has at most MAX_BODY bytes and PATIENCE seconds to come, and
+a client that does not read for PATIENCE seconds is given up.
 """
 
 import asyncio
@@ -14,13 +14,14 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 MAX_BODY = 2**22  # bytes
 MAX_DISCARDED = 2**28  # bytes of a body that is too long
 PATIENCE = 60.0  # seconds
 PART = 2**16  # bytes of an answer that are given to the network at a time
 
+T = TypeVar("T")
 Headers = dict[str, str]
 EVENTS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -75,6 +76,9 @@ class Exchange:
         self.path: str = scope["path"]
         self.is_started = False  # whether the status is sent
         self.sending_since = math.inf  # when the client was given what it has not taken yet
+        self.num_bytes = 0  # of the body, so far; 0 if it is too long
+        self.last_part = 0.0  # when the last of them came
+        self.coming: asyncio.Future[bytes] | None = None  # the body
         self.headers: Headers = {}
         self.for_page: Headers = {}  # of the answer: what lets a page of another origin read it
         for name, value in scope["headers"]:
@@ -82,14 +86,23 @@ class Exchange:
 
     # ---- The request
 
-    async def read_body(self) -> bytes:
-        """HttpError if it is too long or too slow."""
+    async def read_body(self, on_part: Callable[[], None] = lambda: None) -> bytes:
+        """HttpError if it is too long or too slow, or if `coming` is cancelled. on_part: is called
+        for each part that comes."""
+        self.coming = asyncio.ensure_future(self._read_body(on_part))
         try:
-            return await asyncio.wait_for(self._read_body(), PATIENCE)
-        except asyncio.TimeoutError:
-            raise HttpError(408, f"the body did not come within {PATIENCE:.0f} s") from None
+            await asyncio.wait({self.coming}, timeout=PATIENCE)
+        finally:
+            self.coming.cancel()
+        if self.coming.cancelled() or not self.coming.done():
+            raise HttpError(
+                408,
+                f"the body did not come within {PATIENCE:.0f} s, or it paused while other bodies "
+                "needed the memory: send it at once, or try again later",
+            )
+        return self.coming.result()
 
-    async def _read_body(self) -> bytes:
+    async def _read_body(self, on_part: Callable[[], None]) -> bytes:
         """A body that is too long is read, and thrown away: who still sends reads no answer."""
         parts = []
         size = 0
@@ -103,12 +116,15 @@ class Exchange:
             parts.append(part)
             if size > MAX_BODY:
                 parts.clear()
+            self.num_bytes = size if size <= MAX_BODY else 0
+            self.last_part = time.monotonic()
+            on_part()
             has_more = message.get("more_body", False)
         if size > MAX_BODY:
             raise HttpError(413, f"the body is too long: at most {MAX_BODY:,} bytes are read")
         return b"".join(parts)
 
-    async def run(self, work: Coroutine[Any, Any, None]) -> None:
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Do the work, but cancel it when the client goes away, or does not read. The body has been
         read."""
         task = asyncio.ensure_future(work)
@@ -120,7 +136,7 @@ class Exchange:
                 is_stuck = time.monotonic() - self.sending_since > PATIENCE
                 if not task.done() and (gone.done() or is_stuck):
                     raise ClientGone
-            task.result()
+            return task.result()
         finally:
             for future in (task, gone):
                 future.cancel()

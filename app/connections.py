@@ -2,15 +2,15 @@
 
 A request begins with its head: a line and headers. uvicorn, which reads it, bounds neither its
 bytes nor its time, and once too many connections are open it refuses all requests, though most of
-the connections may be silent. Here a connection is *silent* while it owes a whole head:
+the connections may be silent. Here a connection *owes* bytes of a request:
 
-    from ── its opening, or the end of an answer ──  to ── the last header of a request ──
+    from ── its opening, or the end of an answer ──  to ── the end of a request's body ──
 
-  - A connection that is silent for HEAD_SECONDS is closed.
+  - A connection that owes a head for HEAD_SECONDS is closed. (The time of a body: asgi.py.)
   - A head has at most MAX_HEAD bytes; the same holds for all else that is not the body: trailers,
     the frames of a chunk. (One read of the network more, before it is noticed.)
-  - If there are too many connections, the one that has been silent for longest is closed. So silent
-    ones keep nobody out.
+  - If there are too many connections, of those that owe bytes the one that has been silent for
+    longest is closed. So silent ones keep nobody out.
   - A connection that is closed here waits until the client has read what was written. It is dropped
     if nothing of that was read between two looks, PATIENCE seconds apart, or if there are too many
     connections.
@@ -46,25 +46,26 @@ def bounded_protocol(max_connections: int) -> Any:
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
     class Connection(HttpToolsProtocol):
-        silence: asyncio.TimerHandle | None = None  # its end; None: a request is under way
+        last_byte = 0.0  # when it came; at first, and after an answer: when a head was owed
+        head_limit: asyncio.TimerHandle | None = None
         num_bytes = 0  # that came, and are no body
         unread = 0  # bytes that the client had not read at the last look
         next_look: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            self.begin_silence()
+            self.await_head()
             self.look()
             if len(self.connections) > max_connections:
                 closed = [other for other in self.connections if other.transport.is_closing()]
                 if closed:
                     return closed[0].transport.abort()
-                silent = [other for other in self.connections if other.silence is not None]
-                longest = min(silent, key=lambda other: other.silence.when())
+                silent = [other for other in self.connections if other.owes]
+                longest = min(silent, key=lambda other: other.last_byte)
                 longest.refuse("503 Service Unavailable", "too many connections are open")
 
         def connection_lost(self, error: Exception | None) -> None:
-            self.end_silence()
+            self.head_limit.cancel()
             self.next_look.cancel()
             super().connection_lost(error)
 
@@ -77,6 +78,7 @@ def bounded_protocol(max_connections: int) -> Any:
             self.next_look = self.loop.call_later(PATIENCE, self.look)
 
         def data_received(self, data: bytes) -> None:
+            self.last_byte = self.loop.time()
             self.num_bytes += len(data)
             super().data_received(data)
             if self.num_bytes > MAX_HEAD:
@@ -86,7 +88,7 @@ def bounded_protocol(max_connections: int) -> Any:
                 )
 
         def on_headers_complete(self) -> None:
-            self.end_silence()
+            self.head_limit.cancel()
             super().on_headers_complete()
 
         def on_body(self, body: bytes) -> None:
@@ -100,16 +102,15 @@ def bounded_protocol(max_connections: int) -> Any:
         def on_response_complete(self) -> None:
             super().on_response_complete()
             if self.cycle.response_complete:  # no other request has come meanwhile
-                self.begin_silence()
+                self.await_head()
 
-        def begin_silence(self) -> None:
-            self.end_silence()
-            self.silence = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+        @property
+        def owes(self) -> bool:
+            return self.cycle is None or self.cycle.more_body or self.cycle.response_complete
 
-        def end_silence(self) -> None:
-            if self.silence is not None:
-                self.silence.cancel()
-            self.silence = None
+        def await_head(self) -> None:
+            self.last_byte = self.loop.time()
+            self.head_limit = self.loop.call_later(HEAD_SECONDS, self.transport.close)
 
         def refuse(self, status: str, message: str) -> None:
             """Answer without a request, and close."""

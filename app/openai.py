@@ -11,11 +11,12 @@ of a text, with the role in the first and the finish_reason in the last.
 then its finish_reason is `length`.
 """
 
-import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 from uuid import uuid4
 
@@ -39,7 +40,7 @@ from app.tools import (
     call_grammar,
 )
 from checkpoint.files import parse_json
-from errors import UserError, brief
+from errors import TooManyTokens, UserError, brief
 from generate import Model
 from request import Message, OutputStream, Result, Settings
 from sampling import TokenLogprob
@@ -51,7 +52,6 @@ MAX_CHOICES = 128  # prompts · n
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 1000
 MAX_ECHOED = 2**20  # numbers and texts of all prompts that one answer repeats
-MAX_CHARACTERS_A_TOKEN = 32  # a longer prompt is refused before it is cut into tokens
 LEAST_LOGPROB = -9999.0  # JSON has no −∞
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 SAMPLING = (*SETTINGS, "seed")
@@ -86,6 +86,13 @@ class Offer:
     def call_format(self) -> CallFormat | None:
         """How the model writes calls; None: it was not trained to, or they are not read here."""
         return call_format(self.model.tokenizer.tool_template or "")
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Bytes of the vocabulary's longest token."""
+        tokenizer = self.model.tokenizer
+        sizes = (len(tokenizer.token_bytes(id, special=True)) for id in range(tokenizer.vocab_size))
+        return max(sizes)
 
 
 @dataclass
@@ -206,14 +213,17 @@ def read_chat(body: Body, tools: Tools | None, offer: Offer) -> list[list[int]]:
     may_call = offer.call_format is not None
     conversation = [chat_message(f"messages[{n}]", one, may_call) for n, one in enumerate(messages)]
     declared = None if tools is None else [function.tool for function in tools.declared]
-    size = len(json.dumps([conversation, declared], ensure_ascii=False))
-    check_characters("messages", size, offer)
+    check_characters(conversation, offer)
     thinking = read_thinking(body, offer.model.tokenizer.template(declared))
-    if offer.model.uses_template(None):
-        tokens = offer.model.tokenizer.chat(conversation, enable_thinking=thinking, tools=declared)
-    else:
-        text = "\n".join(message["content"] for message in conversation)
-        tokens = offer.model.encode(text, thinking=thinking)
+    most = offer.limit - 1
+    with too_many_refused("messages", offer):
+        if offer.model.uses_template(None):
+            tokens = offer.model.tokenizer.chat(
+                conversation, enable_thinking=thinking, tools=declared, most=most
+            )
+        else:
+            text = "\n".join(message["content"] for message in conversation)
+            tokens = offer.model.encode(text, thinking=thinking, most=most)
     check_length("messages", tokens, offer)
     return [tokens]
 
@@ -294,8 +304,9 @@ def read_prompts(body: Body, offer: Offer) -> list[list[int]]:
     tokens = []
     for prompt in prompts:
         if isinstance(prompt, str):
-            check_characters("prompt", len(prompt), offer)
-            prompt = offer.model.encode(prompt, chat=False, special=special)
+            most = offer.limit - 1
+            with too_many_refused("prompt", offer):
+                prompt = offer.model.encode(prompt, chat=False, special=special, most=most)
         elif not is_tokens(prompt):
             raise bad("prompt", "prompt must be a text, tokens, or a list of these")
         check_length("prompt", prompt, offer)
@@ -307,10 +318,23 @@ def is_tokens(prompt: Any) -> bool:
     return isinstance(prompt, list) and all(type(token) is int for token in prompt)
 
 
-def check_characters(param: str, size: int, offer: Offer) -> None:
-    """Refuse what can hardly fit, before it costs the time to cut it into tokens."""
-    if size > MAX_CHARACTERS_A_TOKEN * offer.limit:
-        raise too_long(param, f"{size:,} characters", offer)
+def check_characters(conversation: Sequence[Message], offer: Offer) -> None:
+    """Refuse what cannot fit before the template lays it out: each token would have to be the
+    longest one. Not counted is what templates leave out: the reasoning of earlier answers, and
+    spaces at both ends of a message."""
+    counted = (message for message in conversation if message["role"] != "assistant")
+    size = sum(len(message["content"].strip()) for message in counted)
+    if size >= offer.longest_token * offer.limit:
+        raise too_long("messages", f"{size:,} characters", offer)
+
+
+@contextmanager
+def too_many_refused(param: str, offer: Offer) -> Iterator[None]:
+    """Refuse a text of which the tokenizer has read as much as fits, and more is left."""
+    try:
+        yield
+    except TooManyTokens:
+        raise too_long(param, f"at least {offer.limit:,} tokens", offer) from None
 
 
 def check_length(param: str, tokens: list[int], offer: Offer) -> None:

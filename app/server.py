@@ -16,15 +16,17 @@ step ends all streams with an error, and the program with its traceback and stat
 
 import argparse
 import asyncio
+import gc
 import hmac
 import ipaddress
 import os
 import signal
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
@@ -34,7 +36,7 @@ from typing import Any, TypeVar
 
 from torch.distributed import is_torchelastic_launched
 
-from app.asgi import MAX_BODY, ClientGone, Exchange, HttpError, Receive, Scope, Send
+from app.asgi import ClientGone, Exchange, HttpError, Receive, Scope, Send
 from app.cli import load, start_for_any
 from app.connections import HEAD_SECONDS, MAX_CONNECTIONS, bounded_protocol, files_for
 from app.flags import KEY_VARIABLE, server_flags
@@ -49,8 +51,14 @@ from request import Settings
 from serve import Answer, BatchServer, QueueFull, Unavailable, reply
 
 PAGE = Path(__file__).parent / "page.html"
-SMALL_BODY = 2**16  # bytes: it is read at once
-MAX_BODIES = 64  # larger ones, or of unknown size, that are read at a time; others wait
+# Reading a body takes a thread the longer, the larger the body is. Bodies above SMALL_BODY have
+# threads of their own, so that small ones never wait for them.
+SMALL_BODY = 2**16  # bytes
+LARGE_BODIES = 1  # that are read at a time; others wait
+MAX_HELD = 2**28  # bytes of large bodies that come or wait
+# Threads that read bodies share Python's lock with the engine's thread, which wants it again after
+# each kernel: it waits for at most so long.
+SWITCH_SECONDS = 0.0005
 MAX_WATCHERS = 32  # of /state
 MAX_COMPILING = 2  # grammars at a time; others wait
 COMPILE_SECONDS = 10.0
@@ -88,7 +96,8 @@ class Application:
         self.is_local = is_local
         self.origins = origins
         self.started = int(time.time())
-        self.bodies = asyncio.Semaphore(MAX_BODIES)
+        self.bodies: set[Exchange] = set()  # whose body comes, or waits to be read
+        self.large_bodies = ThreadPoolExecutor(LARGE_BODIES, "large bodies")
         self.compiling = asyncio.Semaphore(MAX_COMPILING)
         self.num_watchers = 0
         self.text_numbers = TextNumbers()
@@ -254,10 +263,12 @@ class Application:
                 "HttpClient.Version.HTTP_1_1)",
             )
         self.batch.check_room(1)
-        size = int(exchange.headers.get("content-length", MAX_BODY))
-        async with nullcontext() if size <= SMALL_BODY else self.bodies:
-            data = await exchange.read_body()
-            asked = await asyncio.to_thread(read_request, data, is_chat, self.offer)
+        self.bodies.add(exchange)
+        try:
+            data = await exchange.read_body(self.make_room_for_bodies)
+            asked = await exchange.run(self._read(data, is_chat))
+        finally:
+            self.bodies.remove(exchange)
         if len(asked.streams) > self.batch.capacity:
             raise UserError(
                 f"{len(asked.streams)} texts are asked for, and the server takes "
@@ -277,6 +288,23 @@ class Application:
                 await exchange.run(self._reply(exchange, answer, reply))
         finally:
             self.batch.close(answer)
+
+    def make_room_for_bodies(self) -> None:
+        """If large bodies take too much memory, give up the one that has been silent for longest;
+        then the next one."""
+        large = [exchange for exchange in self.bodies if exchange.num_bytes > SMALL_BODY]
+        size = sum(exchange.num_bytes for exchange in large)
+        for exchange in sorted(large, key=lambda exchange: exchange.last_part):
+            if size > MAX_HELD and not exchange.coming.done():
+                exchange.coming.cancel()
+                size -= exchange.num_bytes
+
+    async def _read(self, data: bytes, is_chat: bool) -> Asked:
+        loop = asyncio.get_running_loop()
+        threads, read = None, read_request
+        if len(data) > SMALL_BODY:
+            threads, read = self.large_bodies, read_large
+        return await loop.run_in_executor(threads, read, data, is_chat, self.offer)
 
     async def compile(self, asked: Asked) -> None:
         """Compile the grammar of the texts. HttpError if it, or those of others, take too long."""
@@ -318,6 +346,16 @@ class Application:
         if asked.include_usage:
             await exchange.write_event(reply.usage_chunk())
         await exchange.end_events("[DONE]")
+
+
+def read_large(data: bytes, is_chat: bool, offer: Offer) -> Asked:
+    """`read_request`. A body may have a million lists. Python, collecting garbage, would look
+    through them again and again, and let no other thread run meanwhile."""
+    gc.disable()
+    try:
+        return read_request(data, is_chat, offer)
+    finally:
+        gc.enable()
 
 
 def http_error(error: Exception) -> HttpError:
@@ -435,7 +473,7 @@ def run_server(arguments: Sequence[str] | None) -> int:
         application,
         lifespan="off",
         ws="none",
-        log_level="warning",
+        log_level="error",  # a warning is a line of any client's
         access_log=False,
         proxy_headers=False,
         server_header=False,
@@ -452,6 +490,8 @@ def run_server(arguments: Sequence[str] | None) -> int:
 
     server = uvicorn.Server(config)
     server.capture_signals = nullcontext  # uvicorn's own handlers
+    sys.setswitchinterval(SWITCH_SECONDS)
+    gc.freeze()  # the garbage collector, which stops all threads, leaves out what there is by now
     with handled(SIGNALS, on_signal):
         return asyncio.run(serve_until_signal(server, listener, batch, args.grace, signals))
 

@@ -194,10 +194,14 @@ def test_a_silent_connection_is_closed(monkeypatch):
             client.send(data)
         patient = await connect()
         patient.send(GET.replace(b"/ ", b"/0.5 ") + b"\r\n")
+        both = await connect()  # the second request is under way when the first has its answer
+        both.send(GET + b"\r\n" + GET.replace(b"/ ", b"/0.5 ") + b"\r\n")
         assert (await clients[3].answer()).startswith(b"HTTP/1.1 200")
         for client in clients:
             assert await asyncio.wait_for(client.reader.read(), 2) == b""
         assert (await patient.answer()).startswith(b"HTTP/1.1 200")
+        told = await asyncio.wait_for(both.reader.read(), 2)
+        assert told.count(b"HTTP/1.1 200") == 2
 
     play(scenario)
 
@@ -223,6 +227,29 @@ def test_silent_connections_make_room():
         again = await connect()
         again.send(GET + b"\r\n")
         assert (await again.answer()).startswith(b"HTTP/1.1 200")
+
+    play(scenario, most=3)
+
+
+def test_connections_that_owe_a_body_make_room():
+    """In the order of their last bytes; a newcomer gets in, again and again."""
+    owes = b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 1000\r\n\r\n{"
+    answered = GET + b"\r\n"
+
+    async def scenario(connect):
+        for begun in (owes, POST, answered + owes):  # the last one: two requests in one packet
+            silent = []
+            for _ in range(3):
+                silent.append(await connect())
+                silent[-1].send(begun)
+                await asyncio.sleep(0.02)
+            silent[0].send(b"1")
+            await asyncio.sleep(0.02)
+            for client in (silent[1], silent[2], silent[0]):
+                newcomer = await connect()
+                newcomer.send(GET.replace(b"/ ", b"/0.3 ") + b"\r\n")
+                assert (await client.answer()).endswith(b"too many connections are open")
+            assert (await newcomer.answer()).startswith(b"HTTP/1.1 200")
 
     play(scenario, most=3)
 

@@ -372,9 +372,12 @@ def test_a_field_is_honoured_refused_by_name_or_harmless(is_chat):
         for value in neutral:
             assert told(is_chat, **beside, **{name: value}) == plain, name
         if kind == "refused":
-            with pytest.raises(HttpError, match=f"^{name} is not done here: leave it out") as error:
-                told(is_chat, **{name: asks})
-            assert (error.value.status, error.value.param) == (400, name)
+            zero = [0] if -1 in neutral and 0 not in neutral else []  # no budget at all, say
+            for value in (asks, *zero):
+                says = f"^{name} is not done here: leave it out"
+                with pytest.raises(HttpError, match=says) as error:
+                    told(is_chat, **{name: value})
+                assert (error.value.status, error.value.param) == (400, name)
         elif name != "model":
             changes = told(is_chat, **beside, **{name: asks}) != plain
             assert changes == (kind == "honoured"), name

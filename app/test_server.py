@@ -9,16 +9,19 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AsyncExitStack, contextmanager
 from functools import cache
 from importlib.util import find_spec
-from itertools import chain
+from itertools import chain, pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -571,8 +574,7 @@ LONG = [
     (dict(prompt=[1] * 300), "300 tokens, but prompt and answer have at most 300"),
     (dict(prompt=["a"] * 200), "200 prompts: at most 128"),
     (dict(prompt=["a"] * 100, n=2), "n is 2: it must be a whole number from 1 to 1"),
-    (dict(prompt="a " * 500), "tokens, but prompt and answer have at most 300"),
-    (dict(prompt="a" * 10_000), "10,000 characters, but prompt and answer"),
+    (dict(prompt="a " * 500), "at least 300 tokens, but prompt and answer have at most 300"),
     (dict(prompt="a", stop=["a"] * 65), "stop may be at most 64 texts"),
     (dict(prompt="a", stop="a" * 9999), "stop may be at most 64 texts"),
 ]
@@ -602,8 +604,10 @@ def test_what_is_wrong_is_told_and_serving_goes_on(capsys):
             assert error.keys() == {"message", "type", "param", "code"}
             named = re.match(r"(\w+) is .*: it must be", error["message"])
             assert not named or error["param"] == named[1], error
-        status, error = await refused(app, CHAT, user("a " * 500))
-        assert error["code"] == "context_length_exceeded" and error["param"] == "messages"
+        for text, size in (("a " * 500, "at least 300 tokens"), ("a" * 9000, "9,000 characters")):
+            status, error = await refused(app, CHAT, user(text))
+            assert error["code"] == "context_length_exceeded" and error["param"] == "messages"
+            assert error["message"].startswith(f"messages: {size}, but"), error
         status, error = await refused(app, CHAT, user() | dict(model="gpt"))
         assert (status, error["code"], error["param"]) == (404, "model_not_found", "model")
         await post(app, COMPLETE, **GREEDY, model="tiny", repetition_penalty=1.0, best_of=1)
@@ -657,15 +661,29 @@ def test_bodies_are_bounded(monkeypatch):
         async with Client(app, "POST", COMPLETE, body=b"x") as client:
             client.to_send = [(b"{", True)]  # and goes
         assert client.status == 0
-        monkeypatch.setattr(asgi, "PATIENCE", 60)
-        async with Client(app, "POST", COMPLETE, body=b"x") as client:
-            client.to_send = [(b"{", True)]
-            waits = asyncio.ensure_future(post(app, COMPLETE, prompt="a", max_tokens=1))
-            await asyncio.sleep(0.1)
-            assert not waits.done()  # one body is read at a time
-        await waits
 
-    monkeypatch.setattr(server, "MAX_BODIES", 1)
+    run(scenario)
+
+
+def test_bodies_that_come_are_bounded_together(monkeypatch):
+    """The one that has been silent for longest goes; small ones count for nothing."""
+    monkeypatch.setattr(server, "SMALL_BODY", 1000)
+    monkeypatch.setattr(server, "MAX_HELD", 10_000)
+
+    async def scenario(app):
+        async with AsyncExitStack() as stack:
+            clients = []
+            for size in (1000, 4000, 4000, 4000, 1000):
+                client = Client(app, "POST", COMPLETE, body=b" " * 2 * size)
+                clients.append(await stack.enter_async_context(client))
+                client.to_send.pop()  # the second half
+                await asyncio.sleep(0.01)
+            await asyncio.wait({clients[1].task}, timeout=10)
+            assert [client.status for client in clients] == [0, 408, 0, 0, 0]
+            assert "other bodies needed the memory" in clients[1].text
+            await post(app, COMPLETE, **GREEDY, user=1500 * "x")
+        assert not app.bodies
+
     run(scenario)
 
 
@@ -917,36 +935,42 @@ def test_a_grammar_that_fails_is_that_requests_mistake(monkeypatch, capsys):
 
 
 def test_small_bodies_pass_large_ones(monkeypatch):
-    """Bodies beyond SMALL_BODY, or of unknown size, wait for each other while they are read."""
-    monkeypatch.setattr(server, "MAX_BODIES", 1)
+    """Large ones wait for each other, once they have come: one that comes slowly delays nobody. A
+    client that goes waits no more."""
+    may_read = threading.Event()
+    num_read = 0
+
+    def slow_if_large(data: bytes, is_chat: bool, offer: Offer) -> openai.Asked:
+        nonlocal num_read
+        if len(data) > server.SMALL_BODY:
+            may_read.wait(10)
+            num_read += 1
+        return openai.read_request(data, is_chat, offer)
+
+    monkeypatch.setattr(server, "read_request", slow_if_large)
 
     async def scenario(app):
-        def asks(spaces: int, is_chunked: bool = False) -> Client:
-            body = json.dumps(GREEDY).encode()
-            body += b" " * (spaces - len(body))
-            length = None if is_chunked else str(len(body))
-            return Client(app, "POST", COMPLETE, body=body, headers={"content-length": length})
+        def asks(size: int) -> Client:
+            body = json.dumps(GREEDY | dict(max_tokens=1)).encode()
+            return Client(app, "POST", COMPLETE, body=body + b" " * (size - len(body)))
 
-        slow = asks(server.SMALL_BODY + 1)
-        may_send = asyncio.Event()
-        receive = slow.receive
-
-        async def waits():
-            await may_send.wait()
-            return await receive()
-
-        slow.receive = waits
-        async with slow, asks(server.SMALL_BODY + 1) as large, asks(99, True) as chunked:
-            async with asks(server.SMALL_BODY) as small:
+        async with AsyncExitStack() as stack:
+            slow = await stack.enter_async_context(asks(server.SMALL_BODY + 1))
+            rest = slow.to_send.pop()
+            large = [asks(server.SMALL_BODY + 1) for _ in range(40)]
+            for client in large:
+                await stack.enter_async_context(client)
+            async with asks(server.SMALL_BODY + 1), asks(server.SMALL_BODY) as small:
                 await asyncio.wait({small.task}, timeout=10)
             assert small.status == 200
-            await asyncio.sleep(0.05)
-            assert large.status == chunked.status == 0
-            may_send.set()
-            await asyncio.wait({slow.task, large.task, chunked.task}, timeout=10)
-        assert slow.status == large.status == chunked.status == 200
+            assert not any(client.status for client in large)
+            may_read.set()
+            await asyncio.wait([client.task for client in large], timeout=60)
+            assert all(client.status == 200 for client in large)
+            assert slow.status == 0 and num_read == 40
+            slow.to_send.append(rest)
 
-    run(scenario)
+    run(scenario, capacity=50)
 
 
 def test_an_exception_is_that_requests_500(monkeypatch, capsys):
@@ -1134,10 +1158,53 @@ def running(*flags: str):
         process.stderr.close()
 
 
-def opened(port: int, **body) -> http.client.HTTPResponse:
+def opened(port: int, path: str = COMPLETE, **body) -> http.client.HTTPResponse:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    connection.request("POST", COMPLETE, json.dumps(body))
+    connection.request("POST", path, json.dumps(body))
     return connection.getresponse()
+
+
+def seconds_of(process: subprocess.Popen) -> float:
+    """The processor's time that it took so far: other work on the machine does not count."""
+    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@needs_uvicorn
+@pytest.mark.slow
+def test_large_bodies_hold_up_nobody(tmp_path):
+    """Six of the largest of each kind: others are answered, and what streams goes on."""
+    shutil.copytree(ROOT / "models" / "tiny", tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["max_position_embeddings"] = 2**17
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "chat_template.jinja").write_text(CHATML)
+    said = [dict(role="user", content=f"message {i} is this") for i in range(20_000)]
+    lists = [[] for _ in range(1_000_000)]
+    kinds = [(COMPLETE, dict(prompt="ab cd " * 600_000)), (COMPLETE, dict(metadata=lists))]
+    kinds += [(CHAT, dict(messages=[dict(role="user", content="ab cd " * 250_000)]))]
+    kinds += [(CHAT, dict(messages=said))]
+    small = [(COMPLETE, dict(prompt="a")), (CHAT, dict(messages=said[:1]))]
+    flags = ["--target", str(tmp_path), "--kv-memory", "100000000", "--max-batch", "2"]
+    with running(*flags) as (process, port), ThreadPoolExecutor(6) as threads:
+
+        def longest(lines: Iterable[Any]) -> float:
+            """The longest time between two lines."""
+            times = [seconds_of(process) for _ in lines]
+            return max(later - earlier for earlier, later in pairwise(times))
+
+        for path, body in kinds:
+            large = [threads.submit(opened, port, path, **body) for _ in range(6)]
+            while not all(future.done() for future in large):
+                begun = seconds_of(process)
+                for small_path, small_body in small:
+                    assert opened(port, small_path, **small_body, max_tokens=1).status == 200
+                assert seconds_of(process) - begun < 2 * 0.5
+                stream = opened(port, prompt=PROMPT, max_tokens=60, stream=True, ignore_eos=True)
+                assert longest(stream) < 0.3
+            for future in large:
+                error = json.loads(future.result().read())["error"]
+                assert error["param"] in ("prompt", "messages"), error
 
 
 @needs_uvicorn
@@ -1151,6 +1218,9 @@ def test_a_signal_amid_streams(capsys):
         asked = dict(prompt=PROMPT, max_tokens=100, ignore_eos=True, temperature=0, stream=True)
         response = opened(port, **asked)
         first = response.readline()
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall(b"no HTTP\r\n\r\n")  # which nobody is told of but its client
+            assert connection.recv(99).startswith(b"HTTP/1.1 400")
         process.send_signal(signal.SIGINT)
         rest = response.read()
         assert first.startswith(b"data: ") and rest.endswith(b"data: [DONE]\n\n")

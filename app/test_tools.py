@@ -128,6 +128,15 @@ def test_it_does_not_matter_how_a_text_is_cut(form, parts, sizes):
     assert divided(form, [*pieces, ""]) == whole
 
 
+@pytest.mark.parametrize("begun", ["", "<tool_call>", '<tool_call>{"name":'])
+def test_white_space_without_an_end_is_not_held_back(begun):
+    reader = CallReader(TAGGED, {"add"})
+    shown = reader.feed(begun, False).content
+    for num_lines in (10, 1000):
+        shown += reader.feed(num_lines * "\n", False).content
+    assert len(begun) + 1000 < len(shown) < len(begun) + 1011
+
+
 # ---- Grammars
 
 
@@ -183,6 +192,9 @@ def test_a_grammar_takes_what_it_should(form, column, kind):
         if matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting():
             taken.add(row[0])
     assert taken == {row[0] for row in TAKEN if kind in row[column]}
+    loose = [Function("add", POINT)]
+    lark = call_grammar(Tools(loose, loose, **how))
+    assert (lark is None) == (kind == "P")  # else a text may call twice, or nothing
 
 
 def test_calls_of_random_functions_parse_and_validate(monkeypatch):
