@@ -33,16 +33,21 @@ from model import Llama
 from proof import Toy
 from speculative import Round
 
-# How many times as many random cases: of damaged files, command lines, schemas. .ci/run says 20;
-# then hypothesis looks further, too. A test's own max_examples wins over both.
+# Random cases of every test are so many times as many. .ci/run says 10 for some files.
 TIMES = int(os.environ.get("TEST_TIMES", "1"))
 hypothesis.settings.register_profile(
     "tests",
-    max_examples=15 if TIMES == 1 else 100,
+    max_examples=15 * TIMES,
     deadline=None,
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
 hypothesis.settings.load_profile("tests")
+
+
+def examples(count: int) -> hypothesis.settings:
+    """For a test whose number of random cases is not the profile's."""
+    return hypothesis.settings(max_examples=count * TIMES)
+
 
 ROOT = Path(__file__).parent
 FOLDERS = ("", "app", "checkpoint", "cpu", "gpu", "train", "measure")

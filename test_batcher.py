@@ -10,13 +10,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
 from batcher import RETRY_AFTER, Batcher
-from conftest import add_noise, random_llama, write_model
+from conftest import add_noise, examples, random_llama, write_model
 from drafters import Drafter, ModelDrafter, NgramDrafter, SelfDrafter
 from errors import UserError
 from generate import Engine, Model, load_draft
@@ -135,7 +135,7 @@ def workload(drafter: str, size: int, bits: Bits, **more) -> dict:
 
 
 @patch.object(Llama, "price", lambda self, context: 1 + context // 9)
-@settings(max_examples=8)
+@examples(8)
 @given(workloads())
 @example(workload("model", 4, (16, 16)))
 @example(workload("self", 8, (8, 4)))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -15,7 +15,7 @@ from batcher import Batcher
 from checkpoint.eagle import EagleConfig, is_eagle
 from checkpoint.formats import Quantization
 from checkpoint.load import fill_model, load_eagle
-from conftest import random_llama, told
+from conftest import examples, random_llama, told
 from drafters import ModelDrafter
 from eagle import EagleDrafter, EagleHead
 from errors import UserError
@@ -297,7 +297,7 @@ def check_rows(runner: ModelRunner, requests: list[Request], head: EagleHead) ->
             assert torch.allclose(rows, wanted, atol=1e-9)
 
 
-@settings(max_examples=12)
+@examples(12)
 @given(st.data())
 def test_every_text_is_the_plain_one_and_every_row_that_of_the_whole_text(pair, data):
     """In batches, with shared prefixes, forks, preemption, chunks; greedy, and in coupled mode. An

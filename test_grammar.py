@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batcher import Batcher
-from conftest import ROOT, Place, write_tokenizer
+from conftest import ROOT, Place, examples, write_tokenizer
 from drafters import ModelDrafter, NgramDrafter
 from errors import UserError
 from generate import Engine, Model, generate, load_draft
@@ -147,7 +147,7 @@ def test_law_of_coupled_mode_is_the_definitions(monkeypatch):
         assert distance(law, masked_law(TARGET, kind)) < 1e-12, kind
 
 
-@settings(max_examples=6)
+@examples(6)
 @given(
     st.from_regex(r"\A([ab][*?+]?|\([ab]\|[ab]{2}\)[*?]?){1,3}\Z"),
     st.integers(1, 3),
@@ -806,7 +806,7 @@ def test_a_request_keeps_its_grammar(model, monkeypatch):
     assert all(request.finish_reason for request in requests)
 
 
-@settings(deadline=None, max_examples=20)
+@examples(20)
 @given(st.integers(1, 5), st.integers(1, 200), st.integers(0, 2**32))
 def test_forbidden_tokens(B, V, seed):
     """Bits beyond the vocabulary are padding; other rows are left alone, and NaN stays."""

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import kernels
 import sampling
-from conftest import Place, amid, model_chain, poison, program, random_llama
+from conftest import Place, amid, examples, model_chain, poison, program, random_llama
 from drafters import fastest_draft
 from flash import Flash, triton
 from kernels import HeadNorm, Linear, Ops, attention, rotate, rotated
@@ -297,7 +297,7 @@ class Contract:
 
     ops: Ops
     dtypes = tuple(ROUNDING)
-    examples = 25
+    examples = 15
     slow = False
     refuses = True  # logits that are NaN
 
@@ -338,7 +338,7 @@ class Contract:
                 if chosen is sizes[0] or dtype is self.dtypes[0] or not self.slow:
                     body(*chosen, dtype, seed)
             more = given(*strategies, st.sampled_from(self.dtypes), st.integers(0, 2**30))
-            settings(max_examples=min(self.examples, settings().max_examples))(more(body))()
+            examples(self.examples)(more(body))()
 
         return run
 

@@ -26,7 +26,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from app.launch import (
@@ -43,7 +43,7 @@ from app.shell import handled
 from app.test_chat import Terminal
 from checkpoint.config import Config
 from checkpoint.layouts import load_quantization
-from conftest import ROOT, SMALL, heard, write_model
+from conftest import ROOT, SMALL, examples, heard, write_model
 from errors import UserError
 from generate import Engine, Model, check_draft, load_draft
 from kvcache import KVCache, KVSpec
@@ -236,7 +236,7 @@ def texts_of(
     return texts
 
 
-@settings(max_examples=3)
+@examples(3)
 @given(st.data())
 def test_texts_are_those_of_one_process(everywhere, models, data):
     def draw(*choices: Any) -> Any:

@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 import museum
-from conftest import Cipher, Place
+from conftest import Cipher, Place, examples
 from drafters import ModelDrafter, NgramDrafter, SelfDrafter
 from kernels import Ops
 from kvcache import KVCache, KVSpec
@@ -187,7 +187,7 @@ def test_law_of_coupled_mode_is_the_targets():
         assert distance(law, kind.law()) < 1e-12, kind
 
 
-@settings(max_examples=8)
+@examples(8)
 @given(
     st.integers(0, 10**6),
     st.integers(0, 10**6),

@@ -1,7 +1,5 @@
 // Intel's tile instructions for CPUs without them: cpu/tiles.c runs as it is compiled for AMX.
-//
-//     gcc -O2 -shared -fPIC -o amx.so .ci/amx.c -lm
-//     CC="gcc -mamx-int8 -mamx-bf16" LD_PRELOAD=./amx.so python -m pytest cpu
+// amx.py compiles this and preloads it.
 //
 // The CPU refuses each of them, the system sends SIGILL, and the handler does what the instruction
 // would have done (Intel's Architecture Instruction Set Extensions, chapter on AMX). What the CPU

@@ -43,8 +43,15 @@ from train.quantize import pieces
 
 Figures = dict[str, float]
 GAMMAS = (1, 2, 3, 4, 6, 8)
-STEPS = {f"{rows} rows after {PAST}": (PAST, rows) for rows in (1, 5, 16, 64)}
-STEPS |= {f"{tokens} tokens of a prompt": (0, tokens) for tokens in (20, 128)}
+WIDTHS_OF_STEPS = ("INT8", "INT4")
+STEPS = {  # tokens before, new tokens -> how many times as fast as float32 these are at least
+    (PAST, 1): (1.8, 2.3),
+    (PAST, 5): (1.8, 1.8),
+    (PAST, 16): (1.2, 1.1),
+    (PAST, 64): (0.9, 0.88),
+    (0, 20): (0.9, 0.88),
+    (0, 128): (0.9, 0.88),
+}
 
 
 class Limit(NamedTuple):
@@ -65,9 +72,9 @@ LIMITS = [
     Limit("bits", "NF4 over INT4", -1, most=1.0),
     Limit("bits", "bytes of NF4 over INT4", 0, most=1.0),
     Limit("bits", "saved by gptq", 0.5),  # of what rounding to 4 bits loses
-    Limit("bits", "16 bits, 8", -1, most=0.001),
-    Limit("bits", "16 bits, 8/4", -1, most=0.01),
-    Limit("bits", "16 bits, 4", -1, most=0.01),
+    Limit("bits", "16 bits, 8", -1, most=0.0001),
+    Limit("bits", "16 bits, 8/4", -1, most=0.004),
+    Limit("bits", "16 bits, 4", -1, most=0.006),
     Limit("calibrated", "saved by awq", 0.2),
     Limit("calibrated", "saved by gptq", 0.5),
     Limit("calibrated", "saved by awq+gptq", 0.5),
@@ -93,8 +100,11 @@ LIMITS = [
     Limit("speculation", "auto with useless drafts", 0.9, again=0.92),
     Limit("speculation", "auto with an INT4 copy", 0.9, again=0.92),
     Limit("speculation", "acceptance of an INT4 copy", 0.9),
-    Limit("steps", "INT8", 1 / 1.1, again=0.95),
-    Limit("steps", "INT4", 1 / 1.1, again=0.95),
+]
+LIMITS += [
+    Limit(f"{new} after {past}", width, least, again=1.05 * least)
+    for (past, new), gains in STEPS.items()
+    for width, least in zip(WIDTHS_OF_STEPS, gains)
 ]
 
 
@@ -331,9 +341,10 @@ def steps(folder: str) -> None:
         found = compare(models, past, new, 7 if new < 64 else 3)
         return {name: gain for name, (_, gain) in found.items()}
 
-    for label, (past, new) in STEPS.items():
-        where = f"{Path(folder).name}, {instruction_set()}, {label}"
-        check("steps", lambda: gains(past, new), where)
+    for past, new in STEPS:
+        kind = f"{new} after {past}"
+        where = f"{Path(folder).name}, {instruction_set()}, {kind}"
+        check(kind, lambda: gains(past, new), where)
 
 
 PROGRAMS = {"results": results, "quality": quality, "speed": speed, "steps": steps}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -17,7 +17,7 @@ from app.cli import main as cli
 from checkpoint.config import Config
 from checkpoint.formats import Quantization
 from checkpoint.layouts import load_quantization
-from conftest import SMALL, told, write_tokenizer
+from conftest import SMALL, examples, told, write_tokenizer
 from errors import UserError
 from model import Llama
 from quant import nf4
@@ -333,7 +333,7 @@ HOW = (
 )
 
 
-@settings(max_examples=6)
+@examples(6)
 @given(HOW, st.sampled_from([ROUND, RAGGED, QWEN2, QWEN3]), st.integers(0, 99))
 @example(settings_of("gptq", 4, 16), QWEN2, 0)
 @example(settings_of("awq", 4, 16), QWEN3, 0)

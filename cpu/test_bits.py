@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from batcher import Batcher
 from checkpoint.formats import Quantization
-from conftest import SMALL, Place, random_llama
+from conftest import SMALL, Place, examples, random_llama
 from cpu import CPU, native
 from drafters import Drafter, ModelDrafter, NgramDrafter, SelfDrafter
 from eagle import EagleDrafter
@@ -238,7 +238,7 @@ def crowded(drafter: str, **changed: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("weights", WEIGHTS, ids=str)
-@settings(max_examples=3)
+@examples(3)
 @given(models(), st.sampled_from([torch.float32, torch.float32, torch.bfloat16]), WORKLOAD)
 @torch.inference_mode()
 def test_a_row_is_the_same_to_the_bit_whatever_shares_its_passes(weights, config, dtype, w):
@@ -298,7 +298,7 @@ CHOSEN = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=10)
+@examples(10)
 @given(
     st.lists(CHOSEN, min_size=2, max_size=5),
     st.sampled_from([5, 300, 40_000]),

@@ -3,22 +3,23 @@
 import hashlib
 import os
 import platform
+import runpy
 import subprocess
 import sys
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
 
-from cpu import CPU, native
-from cpu.compiled import cpu_features
+from conftest import ROOT
+from cpu import CPU, compiled, native
 from kernels import Linear
 from quant import Quantized, quantize
 from test_kernels import LAYOUTS, laid_out, stands_for
 
 needs_c = pytest.mark.skipif(native.library() is None, reason=f"no C here: {native.why_not()}")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+AMX = ROOT / ".ci" / "amx.py"
 
 
 def stored(
@@ -110,28 +111,30 @@ def test_the_error_of_a_product_has_one_bound(layout):
 @needs_c
 @pytest.mark.slow  # C is compiled for other CPUs
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the instructions are x86's")
-def test_products_by_whole_numbers_have_the_same_bits_on_every_cpu(tmp_path):
-    """With AVX2, AVX-VNNI and AVX-512, and with AMX, whose instructions .ci/amx.c emulates."""
-    emulator = tmp_path / "amx.so"
-    source = Path(__file__).parent.parent / ".ci" / "amx.c"
-    command = ["gcc", "-O2", "-shared", "-fPIC", "-o", emulator, source, "-lm"]
-    subprocess.run(command, check=True)
-    cpus = {"amx": {"CC": "gcc -mamx-int8 -mamx-bf16", "LD_PRELOAD": str(emulator)}}
-    cpus["avx2"] = {"LLAMA_MARCH": "x86-64-v3"}
-    if "avx_vnni" in cpu_features():
-        cpus["avx-vnni"] = {"LLAMA_MARCH": "alderlake"}
-    if "avx512bw" in cpu_features():
-        cpus["avx512"] = {"LLAMA_MARCH": "skylake-avx512"}
+def test_products_by_whole_numbers_have_the_same_bits_on_every_cpu():
+    """With AVX2, AVX-VNNI and AVX-512, and with AMX, which is emulated where the CPU has none."""
+    commands = {"": [str(AMX)], "x86-64-v3": []}  # LLAMA_MARCH -> what runs the code
+    if "avx_vnni" in compiled.cpu_features():
+        commands["alderlake"] = []
+    if "avx512bw" in compiled.cpu_features():
+        commands["skylake-avx512"] = []
     code = "from cpu.test_products import digest, has_tiles; print(has_tiles(), digest())"
-    for name, environment in cpus.items():
+    for march, command in commands.items():
         done = subprocess.run(
-            [sys.executable, "-c", code],
-            env=os.environ | environment,
-            cwd=source.parent.parent,
+            [sys.executable, *command, "-c", code],
+            env=os.environ | {"LLAMA_MARCH": march},
+            cwd=ROOT,
             capture_output=True,
             text=True,
         )
-        assert done.stdout.split() == [str(name == "amx"), digest()], (name, done.stderr)
+        assert done.stdout.split() == [str(march == ""), digest()], (march, done.stderr)
+
+
+@needs_c
+def test_tiles_are_not_emulated_where_the_cpu_has_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(compiled, "cpu_features", lambda: "flags : avx512f amx_bf16 amx_tile")
+    assert runpy.run_path(str(AMX))["environment"](tmp_path) == {}
+    assert not any(tmp_path.iterdir())
 
 
 @needs_c

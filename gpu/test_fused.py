@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
+from conftest import examples
 from gpu import GPU, fused, products
 from kernels import Linear, Ops
 from quant import quantize
@@ -27,7 +28,7 @@ DTYPE = st.sampled_from(list(TOLERANCE))
 SEED = st.integers(0, 99)
 
 
-@settings(max_examples=4)
+@examples(4)
 @example(T=3, C=600, dtype=torch.bfloat16, first=False, seed=1)
 @given(T=st.integers(0, 4), C=st.integers(1, 600), dtype=DTYPE, first=st.booleans(), seed=SEED)
 def test_add_norm(T, C, dtype, first, seed):
@@ -43,7 +44,7 @@ def test_add_norm(T, C, dtype, first, seed):
     torch.testing.assert_close(y, wanted, **TOLERANCE[dtype])
 
 
-@settings(max_examples=3)
+@examples(3)
 @given(T=st.integers(0, 4), width=st.integers(1, 2500), dtype=DTYPE, seed=SEED)
 def test_swiglu(T, width, dtype, seed):
     torch.manual_seed(seed)

@@ -6,12 +6,13 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
 
+from conftest import examples
 from gpu import GPU, fused, in_order, products
 from gpu.products import DTYPES, Stored, fits_kernel, stored_product
 from gpu.tuning import FEW, ROWS, plan_product
@@ -74,7 +75,7 @@ def multiply(
     return stored_product(x.to(DEVICE), stored(w, bias), **options)
 
 
-@settings(max_examples=8)
+@examples(8)
 @given(swiglu=st.booleans(), **CASE)
 def test_product_equals_that_with_the_numbers(T, N, K, layout, group, dtype, wide, seed, swiglu):
     """It fills the result, and nothing around it; and no share is left to be counted."""
@@ -152,7 +153,7 @@ def test_the_largest_fp8_scale():
         torch.testing.assert_close(y, wanted[:, 0].repeat(T, 1), rtol=1e-6, atol=0)
 
 
-@settings(max_examples=4)
+@examples(4)
 @given(**CASE)
 def test_many_rows_multiply_dequantized_weights(T, N, K, layout, group, dtype, wide, seed):
     """To the bit those of quant.dequantize; and for no row nothing is done.
