@@ -72,13 +72,13 @@ def test_loss_is_over_the_first_row(quick):
 
 def test_what_was_measured_before_stays(tmp_path, monkeypatch):
     out = tmp_path / "one.json"
-    out.write_text('{"stack": [1], "steps": {"old": {"target": "x"}}, "waste": [2]}')
+    out.write_text('{"stack": [1], "steps": {"old": 1, "new": 2}, "waste": [2]}')
     row = {"target": "tiny", "width": "INT8"}
     monkeypatch.setattr(bench.steps, "steps", lambda *arguments: {"new": row})
     monkeypatch.setattr(bench.grammar_costs, "grammar_costs", lambda *arguments: {})
     assert bench.main(["--target", "tiny", "--out", str(out)]) == 0
     stored = json.loads(out.read_text())
-    assert stored["steps"] == {"old": {"target": "x"}, "new": row}
+    assert stored["steps"] == {"old": 1, "new": row}
     assert stored["stack"] == [1] and stored["waste"] == [2] and stored["machine"]
 
 
