@@ -123,8 +123,8 @@ def test_steps(time, monkeypatch):
 
 
 def test_drafts(time, monkeypatch):
-    """The target is its own draft, so all drafts are accepted: 3 tokens for 2 + 4 seconds in place
-    of 1 for 4."""
+    """The target is its own draft, so all drafts are accepted: rounds of 3, 3, 3 and 1 tokens, of
+    which the first reads the prompt. A draft takes 1 second, and a plain token 4."""
     loaded = []
     asked = []
 
@@ -142,7 +142,7 @@ def test_drafts(time, monkeypatch):
     monkeypatch.setattr(drafts, "load_draft", load_draft)
     monkeypatch.setattr(drafts, "Told", told)
     time.times(Llama, "__call__", lambda llama, *more: 1.0 if llama in loaded[0].models else 4.0)
-    effort = Effort(gammas=(2,), num_tokens=9, openings=("Once",))
+    effort = Effort(gammas=(2,), num_tokens=10, openings=("Once",))
     rows = drafts.drafts(effort, "tiny", ["tiny"], None)
     assert asked == [(T, gamma) for T in (0.0, 1.0) for gamma in (0, 2, None)]
     assert rows["tiny, float32, tiny, T 0, 2"] == {
@@ -150,8 +150,8 @@ def test_drafts(time, monkeypatch):
         "draft": "tiny",
         "temperature": 0.0,
         "gamma": "2",
-        "tokens_per_round": 3.0,
-        "speed_up": 2.0,
+        "tokens_per_round": 7 / 3,
+        "speed_up": 7 * 4 / (6 + 6 + 4),
         "same_texts": 1,
         "texts": 1,
         "draft_cost": 0.25,
