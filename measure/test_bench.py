@@ -39,11 +39,8 @@ def test_every_section_has_a_table_and_no_name_of_this_machine(quick):
 def test_the_combined_table_is_cumulative_and_exact_rows_say_the_same(quick):
     rows = quick["stack"]
     assert [row["name"] for row in rows] == [technique.name for technique in pair.STACK]
-    assert rows[0]["speed_up"] == 1 and rows[0]["gain"] is None
     assert rows[1]["same_texts"] == rows[0]["texts"]  # a cache changes nothing
     assert rows[1]["speed_up"] > 1.2
-    for before, row in zip(rows, rows[1:]):
-        assert row["gain"] == pytest.approx(row["speed_up"] / before["speed_up"])
     assert rows[0]["cache_bytes"] == 0
     assert rows[1]["cache_bytes"] == 2 * 8 * 2 * 64 * 4 * 1024
     assert rows[2]["cache_bytes"] < 0.27 * rows[1]["cache_bytes"]
@@ -56,15 +53,6 @@ def test_waste_falls_with_the_size_of_a_block(quick):
     shares = [row["waste"] for row in quick["waste"]]
     assert shares == sorted(shares, reverse=True)
     assert shares[0] > 0.4 and shares[-1] == 0
-
-
-@pytest.mark.slow
-def test_loss_is_over_the_first_row(quick):
-    first, *rows = quick["bits"]
-    assert first["loss"] == 0
-    for row in rows:
-        assert row["loss"] == pytest.approx(row["perplexity"] / first["perplexity"] - 1)
-        assert row["bytes"] <= first["bytes"]
 
 
 # ---- What is stored

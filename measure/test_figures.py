@@ -352,6 +352,7 @@ GPU_ROWS = {  # a key, and the bandwidth -> its cells, where a target's pass tak
     ("speculation", "16 bits", "16 bits", 1.0): (1.0, ["2.00", "2.50"]),
     # 101 tokens in 12 steps
     ("serving", 16): (1.0, ["4", "2e+03"]),
+    ("peers", "transformers"): (1.0, ["4000", "2000", "2.00"]),
 }
 
 
@@ -363,6 +364,9 @@ def test_gpu_rows(key, time, monkeypatch):
     monkeypatch.setitem(SHAPES, "draft", replace(TINY, intermediate_size=32))
     monkeypatch.setattr(gpu_cases, "profile", Profile)
     monkeypatch.setattr(gpu_cases, "driver_facts", lambda: "facts")
+    made = peers.Made([7] * 5, 1.0, 17.0)
+    monkeypatch.setattr(gpu_peers, "random_transformers", lambda scale: None)
+    monkeypatch.setattr(gpu_peers, "transformers_text", lambda *args: made)
     time_passes(time, lambda llama: 0.5 if llama.config.intermediate_size == 32 else 2.0)
     if case in ("machine", "kernels"):
         time.is_late = False  # a CPU does not wait
@@ -388,13 +392,6 @@ def test_their_attention_is_causal_where_it_is_a_prompts(monkeypatch):
     for shape in ((1, SCALE.prompt), (4, 1)):
         gpu_peers.sdpa("FLASH_ATTENTION", SCALE, *shape)()
     assert seen[0] < 1e-6 < 0.1 < seen[1]
-
-
-def test_a_text_of_transformers_is_told_in_seconds_a_token(monkeypatch):
-    made = peers.Made([7] * 5, 1.0, 9.0)
-    monkeypatch.setattr(gpu_peers, "random_transformers", lambda scale: None)
-    monkeypatch.setattr(gpu_peers, "transformers_text", lambda *args: made)
-    assert gpu_peers.eager(SCALE)() == 2.0
 
 
 # ---- What is wrong

@@ -2,37 +2,17 @@
 
 from copy import deepcopy
 from dataclasses import replace
-from types import SimpleNamespace
 
 import torch
 
-from batcher import Batcher
 from checkpoint.formats import Quantization
 from kvcache import KVCache, KVSpec, NoCache
 from measure import memory, serving
 from measure.effort import Effort
 from measure.gpu_parts import SHAPES
-from measure.memory import BlankModel
 from measure.serving import log_spread, random_request
 from model import Llama, weight_bytes
 from paged import PagedCache
-from runner import ModelRunner
-from speculative import Drawing
-
-
-def test_every_token_is_counted():
-    cache = KVCache(KVSpec(1, 1, 1), 64, 2)
-    requests = [random_request(3, 4, 1), random_request(5, 2, 2), random_request(2, 6, 3)]
-    batcher = Batcher(ModelRunner(BlankModel(), cache, Drawing(2)), 2)
-    served = serving.serve_at_once(SimpleNamespace(batcher=batcher, caches=[cache]), requests)
-    assert [len(text) for text in served.texts] == [4, 2, 6]
-    assert (served.num_tokens, served.num_first_tokens) == (12, 3)
-    assert (len(served.first_token), len(served.gaps)) == (3, 9)
-    assert all(0 < seconds < served.seconds for seconds in served.first_token)
-    assert served.first_token == sorted(served.first_token)
-    # Two at a time: the last steps of the texts lie one after the other.
-    assert served.seconds < sum(served.first_token) + sum(served.gaps) <= 3 * served.seconds
-    assert served.cache_bytes == cache.bytes
 
 
 def test_texts_that_begin_alike_share_no_block_where_waste_is_measured(monkeypatch):
