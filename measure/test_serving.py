@@ -1,4 +1,4 @@
-"""Serving with a stopwatch, and memory that is wasted: with a clock and models that are known."""
+"""Bytes of caches and weights, and memory that is wasted; lengths of requests."""
 
 from copy import deepcopy
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Steps: every width in the same turns, and only sizes that the context holds."""
+"""Steps: every width in the same turns, with the rows that a step says."""
 
 from measure import steps
 from model import weight_bytes

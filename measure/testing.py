@@ -53,9 +53,9 @@ class Clock:
     """Stands in for time.perf_counter. is_late: as on a GPU, work takes no time until the host
     waits for it, because it asks for a number."""
 
-    def __init__(self, patch: Any, is_late: bool = False):
+    def __init__(self, patch: Any):
         self.patch = patch  # pytest's monkeypatch
-        self.is_late = is_late
+        self.is_late = False
         self.now = 0.0
         self.queued = 0.0  # seconds of work that the host has not waited for
         patch.setattr(time, "perf_counter", lambda: self.now)
