@@ -21,13 +21,12 @@ import torch
 
 from checkpoint.files import parse_json, read_bounded
 from errors import UserError
-from generate import Draft, Engine, Model, load_draft
+from generate import Draft, Model, load_draft
 from measure.effort import Effort
-from measure.serving import serve_at_once
+from measure.serving import engine_for, serve_at_once
 from measure.steps import WIDTHS, label
 from quant import Kind
 from request import Request, Settings
-from settings import Options
 from speculative import Proposal, Round
 
 Row = dict[str, Any]
@@ -40,8 +39,7 @@ class Told:
 
     def __init__(self, model: Model, draft: Draft | None, prompt: str, settings: Settings):
         self.request = Request(model.encode(prompt), settings, model.eos_token_ids)
-        length = self.request.num_prompt_tokens + settings.max_tokens
-        engine = Engine(model, draft, Options(max_len=length, max_batch=1), tokens=length)
+        engine = engine_for(model, draft, [self.request])
         self.drafter = engine.batcher.runner.drafter
         self.propose = self.drafter.propose
         self.drafter.propose = self.timed_propose

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from batcher import Batcher
-from generate import Engine, Model
+from generate import Model
 from measure.clock import seconds_of
 from measure.effort import SENTENCES, Effort
+from measure.serving import engine_for
 from measure.steps import Rows, label
 from request import Settings
-from settings import Options
 
 
 def list_schema(i: int) -> dict[str, Any]:
@@ -33,14 +33,15 @@ def list_schema(i: int) -> dict[str, Any]:
 
 def add_texts(model: Model, count: int, has_grammar: bool) -> Batcher:
     """A batch of texts of `count` tokens, after the step that reads the prompts."""
-    n = len(SENTENCES)
-    max_len = 50 + count
-    batcher = Engine(model, None, Options(max_len=max_len, max_batch=n), tokens=n * max_len).batcher
+    requests = []
     for i, prompt in enumerate(SENTENCES):
         schema = list_schema(i) if has_grammar else None
         chosen = Settings(1.0, seed=i, max_tokens=count, schema=schema)
         request = model.request(prompt, chosen, chat=False)
         request.eos_token_ids = ()  # without a grammar, too, a text is to have this length
+        requests.append(request)
+    batcher = engine_for(model, None, requests).batcher
+    for request in requests:
         batcher.add(request)
     batcher.step()
     return batcher

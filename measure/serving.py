@@ -89,6 +89,16 @@ def serve_at_once(engine: Engine, requests: Sequence[Request]) -> Served:
     )
 
 
+def engine_for(
+    model: Model, draft: Draft | None, requests: Sequence[Request], kv_bits: str = "16"
+) -> Engine:
+    """An engine that has room for all these requests in one batch."""
+    max_len = max(len(request.tokens) + request.num_remaining for request in requests)
+    count = len(requests)
+    options = Options(max_len=max_len, max_batch=count, kv_bits=kv_bits)
+    return Engine(model, draft, options, tokens=count * max_len)
+
+
 def serve_texts(
     model: Model,
     draft: Draft | None,
@@ -96,11 +106,9 @@ def serve_texts(
     settings: Settings,
     kv_bits: str = "16",
 ) -> Served:
-    """Serve a text after each of these prompts by an engine with room for them."""
-    max_len = max(map(len, prompts)) + settings.max_tokens
-    options = Options(max_len=max_len, max_batch=len(prompts), kv_bits=kv_bits)
-    engine = Engine(model, draft, options, tokens=len(prompts) * max_len)
-    return serve_at_once(engine, [Request(list(prompt), settings) for prompt in prompts])
+    """Serve a text after each of these prompts, all in one batch."""
+    requests = [Request(prompt, settings) for prompt in prompts]
+    return serve_at_once(engine_for(model, draft, requests, kv_bits), requests)
 
 
 def log_spread(count: int, longest: int) -> list[int]:

@@ -39,11 +39,8 @@ def test_every_section_has_a_table_and_no_name_of_this_machine(quick):
 def test_the_combined_table_is_cumulative_and_exact_rows_say_the_same(quick):
     rows = quick["stack"]
     assert [row["name"] for row in rows] == [technique.name for technique in pair.STACK]
-    assert rows[0]["speed_up"] == 1 and rows[0]["gain"] is None
     assert rows[1]["same_texts"] == rows[0]["texts"]  # a cache changes nothing
     assert rows[1]["speed_up"] > 1.2
-    for before, row in zip(rows, rows[1:]):
-        assert row["gain"] == pytest.approx(row["speed_up"] / before["speed_up"])
     assert rows[0]["cache_bytes"] == 0
     assert rows[1]["cache_bytes"] == 2 * 8 * 2 * 64 * 4 * 1024
     assert rows[2]["cache_bytes"] < 0.27 * rows[1]["cache_bytes"]
@@ -58,27 +55,18 @@ def test_waste_falls_with_the_size_of_a_block(quick):
     assert shares[0] > 0.4 and shares[-1] == 0
 
 
-@pytest.mark.slow
-def test_loss_is_over_the_first_row(quick):
-    first, *rows = quick["bits"]
-    assert first["loss"] == 0
-    for row in rows:
-        assert row["loss"] == pytest.approx(row["perplexity"] / first["perplexity"] - 1)
-        assert row["bytes"] <= first["bytes"]
-
-
 # ---- What is stored
 
 
 def test_what_was_measured_before_stays(tmp_path, monkeypatch):
     out = tmp_path / "one.json"
-    out.write_text('{"stack": [1], "steps": {"old": {"target": "x"}}, "waste": [2]}')
+    out.write_text('{"stack": [1], "steps": {"old": 1, "new": 2}, "waste": [2]}')
     row = {"target": "tiny", "width": "INT8"}
     monkeypatch.setattr(bench.steps, "steps", lambda *arguments: {"new": row})
     monkeypatch.setattr(bench.grammar_costs, "grammar_costs", lambda *arguments: {})
     assert bench.main(["--target", "tiny", "--out", str(out)]) == 0
     stored = json.loads(out.read_text())
-    assert stored["steps"] == {"old": {"target": "x"}, "new": row}
+    assert stored["steps"] == {"old": 1, "new": row}
     assert stored["stack"] == [1] and stored["waste"] == [2] and stored["machine"]
 
 

@@ -66,6 +66,8 @@ def test_a_step_by_hand():
     text = make(context=1000)
     read = 2 * (layers + head + norms) + 1000 * 131_072
     assert text.decode_seconds(1) == pytest.approx(read / 3.35e12, rel=1e-9)
+    read = 2 * (layers + head + norms) + 16 * 131_072
+    assert text.prompt_seconds(16) == pytest.approx(read / 3.35e12, rel=1e-9)
     operations = 2 * ((layers + norms) * 1024 + head) + 4 * 4096 * 32 * 1024 * 1025 / 2
     assert text.prompt_seconds(1024) == pytest.approx(operations / 989e12, rel=1e-9)
 

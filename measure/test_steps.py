@@ -1,9 +1,6 @@
-"""Steps: every width in the same turns, and only sizes that the context holds."""
+"""Steps: every width in the same turns, with the rows that a step says."""
 
-from types import SimpleNamespace
-
-from measure import report, steps
-from measure.effort import QUICK
+from measure import steps
 from model import weight_bytes
 
 
@@ -32,17 +29,3 @@ def test_a_step_has_the_rows_that_it_says(monkeypatch):
     assert steps.step_seconds(llama, 0, 7) > 0
     last = slice(-1, None)
     assert seen == [(9, 9, last), (5, 14, None), (7, 7, last)]
-
-
-def test_sizes_beyond_the_context_are_left_out(monkeypatch):
-    model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=200))
-    monkeypatch.setattr(steps, "load_widths", lambda target: dict.fromkeys(steps.WIDTHS, model))
-    monkeypatch.setattr(steps, "step_seconds", lambda llama, past, new: float(new))
-    rows = steps.steps(QUICK, "folder")
-    assert list(rows) == ["folder, float32", "folder, INT8", "folder, INT4"]
-    for row in rows.values():
-        assert (row["rows64"], row["prompt128_seconds"]) == (1.0, 128.0)
-        assert "rows256" not in row and "prompt512" not in row
-    (table,) = report.sections({"steps": rows})
-    cells = dict(zip(table.headers, table.rows[1]))
-    assert (cells["rows 5"], cells["rows 256"]) == ("5000 ms, 1x", "")

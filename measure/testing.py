@@ -1,4 +1,7 @@
-"""A pretended GPU: tensors that say they are on cuda:0, with their numbers on the CPU.
+"""A pretended clock, and a pretended GPU: tensors that say they are on cuda:0, with their numbers
+on the CPU.
+
+The clock moves only by the seconds that a test gives to work, so that every figure is known.
 
 Most first runs on a GPU fail for reasons that no kernel's test sees: a host tensor among device
 tensors, a number sent to the host during a recording, an argument that changes while a graph still
@@ -21,6 +24,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -43,6 +47,41 @@ GUARD = """#include <c10/core/impl/DeviceGuardImplInterface.h>
 namespace {
 C10_REGISTER_GUARD_IMPL(CUDA, c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA>);
 }"""
+
+
+class Clock:
+    """Stands in for time.perf_counter. is_late: as on a GPU, work takes no time until the host
+    waits for it, because it asks for a number."""
+
+    def __init__(self, patch: Any):
+        self.patch = patch  # pytest's monkeypatch
+        self.is_late = False
+        self.now = 0.0
+        self.queued = 0.0  # seconds of work that the host has not waited for
+        patch.setattr(time, "perf_counter", lambda: self.now)
+        patch.setattr(torch.cuda, "synchronize", self.wait)
+        for name in ("item", "tolist"):
+            ask = getattr(Tensor, name)
+            patch.setattr(Tensor, name, lambda x, ask=ask: (self.wait(), ask(x))[1])
+
+    def wait(self) -> None:
+        self.now += self.queued
+        self.queued = 0.0
+
+    def work(self, seconds: float) -> None:
+        self.queued += seconds
+        if not self.is_late:
+            self.wait()
+
+    def times(self, owner: Any, name: str, seconds: Callable[..., float]) -> None:
+        """Let each call of owner.name take `seconds` of its arguments."""
+        does = getattr(owner, name)
+
+        def run(*args: Any, **options: Any) -> Any:
+            self.work(seconds(*args, **options))
+            return does(*args, **options)
+
+        self.patch.setattr(owner, name, run)
 
 
 def build_device() -> None:

@@ -1,0 +1,447 @@
+"""Known seconds are known figures: the rows of all tables, by a clock that known work moves."""
+
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import bench
+from conftest import write_model
+from kernels import Ops
+from kvcache import KVCache, KVSpec
+from measure import (
+    clock,
+    drafts,
+    gpu_cases,
+    gpu_parts,
+    gpu_peers,
+    memory,
+    pair,
+    peers,
+    profiler,
+    report,
+    serving,
+    smoke,
+    steps,
+)
+from measure.effort import QUICK, Effort
+from measure.gpu_parts import SHAPES
+from measure.serving import Served, random_request
+from measure.testing import Clock
+from model import Llama, weight_bytes
+from paged import PagedCache
+from train import perplexity
+
+
+@pytest.fixture
+def time(monkeypatch):
+    """The clock. Models run in plain torch, which calls one for each pass."""
+    monkeypatch.setenv("LLAMA_PLAIN", "1")
+    return Clock(monkeypatch)
+
+
+def time_passes(time, seconds):
+    """Let a pass take `seconds(llama)`, and the first one of each shape 100 more: as on a GPU,
+    where it compiles kernels."""
+    seen = set()
+
+    def of_pass(llama, tokens, *more):
+        shape = llama, len(tokens)
+        warm_up = 0.0 if shape in seen else 100.0
+        seen.add(shape)
+        return seconds(llama) + warm_up
+
+    time.is_late = True
+    time.times(Llama, "__call__", of_pass)
+
+
+# ---- The clock itself, and serving
+
+
+def test_the_bandwidth_is_that_of_the_fastest_read(time):
+    seconds = iter([9.0, *[4.0, 2.0, 8.0] * 3])
+    time.times(torch.Tensor, "sum", lambda x: next(seconds))
+    assert clock.read_bandwidth(1) == 2**20 / 2
+
+
+def test_a_text_is_timed_by_the_steps_that_gave_it_tokens(time, monkeypatch):
+    requests = [random_request(2, 6, 0), random_request(2, 2, 1)]
+    script = [(1.0, (3, 0), 50), (2.0, (2, 1), 90), (4.0, (1, 1), 20)]  # seconds, tokens, bytes
+    batcher = SimpleNamespace(waiting=[], running=[])
+
+    def step():
+        seconds, counts, num_bytes = script.pop(0)
+        time.work(seconds)
+        batcher.waiting.clear()
+        batcher.running = script
+        monkeypatch.setattr(serving, "bytes_in_use", lambda caches: num_bytes)
+        new_tokens = {request: [7] * n for request, n in zip(requests, counts) if n}
+        for request, tokens in new_tokens.items():
+            request.tokens += tokens
+        return new_tokens
+
+    batcher.add = batcher.waiting.append
+    batcher.step = step
+    served = serving.serve_at_once(SimpleNamespace(batcher=batcher, caches=[]), requests)
+    assert served == Served(
+        7.0,
+        8,
+        num_first_tokens=4,
+        first_token=[1.0, 3.0],
+        gaps=[2.0, 4.0, 4.0],
+        cache_bytes=90,
+        texts=[[7] * 6, [7] * 2],
+    )
+    assert (served.tokens_per_second, served.seconds_per_token) == (8 / 7, 10 / 4)
+
+
+# ---- A CPU's tables
+
+
+def test_steps(time, monkeypatch):
+    """The host waits for the logits; a pass that warms up, and the tokens before, are not timed.
+    Only sizes that the context holds are measured."""
+    sizes = {"rows5": (9, 5), "prompt128": (0, 9), "prompt1500": (0, 1500)}
+    monkeypatch.setattr(steps, "SIZES", sizes)
+    time_passes(time, lambda llama: getattr(llama.config.quantization, "bits", 16) / 2)
+    rows = steps.steps(QUICK)
+    for width, seconds in (("float32", 8.0), ("INT8", 4.0), ("INT4", 2.0)):
+        assert rows[f"tiny, {width}"] == {
+            "target": "tiny",
+            "width": width,
+            "rows5": 8 / seconds,
+            "rows5_seconds": seconds,
+            "prompt128": 8 / seconds,
+            "prompt128_seconds": seconds,
+        }
+    (table,) = report.sections({"steps": rows})
+    cells = dict(zip(table.headers, table.rows[1]))
+    assert (cells["rows 5"], cells["prompt 1500"]) == ("4000 ms, 2x", "")
+
+
+def test_drafts(time, monkeypatch):
+    """The target is its own draft, so all drafts are accepted: rounds of 3, 3, 3 and 1 tokens, of
+    which the first reads the prompt. A draft takes 1 second, and a plain token 4."""
+    loaded = []
+    asked = []
+
+    def load_draft(*args, **options):
+        loaded.append(load(*args, **options))
+        return loaded[-1]
+
+    def told(model, draft, prompt, settings):
+        asked.append((settings.temperature, settings.gamma))
+        return made(model, draft, prompt, settings)
+
+    load = drafts.load_draft
+    made = drafts.Told
+    monkeypatch.setattr(drafts, "WIDTHS", {"float32": 16})
+    monkeypatch.setattr(drafts, "load_draft", load_draft)
+    monkeypatch.setattr(drafts, "Told", told)
+    time.times(Llama, "__call__", lambda llama, *more: 1.0 if llama in loaded[0].models else 4.0)
+    effort = Effort(gammas=(2,), num_tokens=10, openings=("Once",))
+    rows = drafts.drafts(effort, "tiny", ["tiny"], None)
+    assert asked == [(T, gamma) for T in (0.0, 1.0) for gamma in (0, 2, None)]
+    assert rows["tiny, float32, tiny, T 0, 2"] == {
+        "target": "tiny, float32",
+        "draft": "tiny",
+        "temperature": 0.0,
+        "gamma": "2",
+        "tokens_per_round": 7 / 3,
+        "speed_up": 7 * 4 / (6 + 6 + 4),
+        "same_texts": 1,
+        "texts": 1,
+        "draft_cost": 0.25,
+        "acceptance": "1.00 1.00",
+    }
+
+
+def test_peers(time, monkeypatch, tmp_path):
+    """Of a prompt transformers reads 8 tokens a second and we 32; of new tokens it makes 1/2 a
+    second, and we 1. In bfloat16 it is twice as fast, and makes other tokens than our 0. Its first
+    text is slow."""
+
+    def from_pretrained(folder, dtype):
+        speed = {"float32": 1, "bfloat16": 2}[dtype]
+        warm_up = [1000.0]
+
+        def generate(tokens, streamer, max_new_tokens, **options):
+            streamer.put(tokens)
+            time.work(tokens.numel() / 8 / speed)
+            streamer.put(None)
+            for _ in range(max_new_tokens - 1):
+                time.work(warm_up.pop() if warm_up else 2 / speed)
+                streamer.put(None)
+            return F.pad(tokens, (0, max_new_tokens), value=speed - 1)
+
+        config = SimpleNamespace()
+        model = SimpleNamespace(generation_config=config, device="cpu", generate=generate)
+        return SimpleNamespace(eval=lambda: model)
+
+    module = SimpleNamespace(
+        logging=SimpleNamespace(disable_progress_bar=lambda: None),
+        AutoModelForCausalLM=SimpleNamespace(from_pretrained=from_pretrained),
+    )
+    monkeypatch.setitem(sys.modules, "transformers", module)
+    monkeypatch.setattr(peers, "check_peer", lambda name, gguf: None)
+    monkeypatch.setattr(peers, "has_bfloat16", lambda: True)
+    shape = dict(vocab_size=1000, max_position_embeddings=600, tie_word_embeddings=False)
+    target = str(write_model(tmp_path / "model", scale=0.0, **shape))
+    llama = Llama.load(target, "cpu", torch.float32)
+    read = weight_bytes(llama) - llama.embed.weight.nbytes
+    roofs = [1.0 * read, 2.0 * read]
+    monkeypatch.setattr(peers, "read_bandwidth", lambda: roofs.pop(0))
+    time.times(Llama, "__call__", lambda llama, x, *more: 1.0 if len(x) <= 16 else len(x) / 32)
+    effort = replace(QUICK, openings=("Once", "One day"))
+    rows = peers.against("transformers", target, None, effort)
+    theirs = ("transformers float32", "transformers bfloat16")
+    ours = ("float32", "INT8", "INT4")
+    assert [*rows] == [f"model, {mine}, {peer}" for peer in theirs for mine in ours]
+    row = rows["model, float32, transformers float32"]
+    assert row == {
+        "target": "model",
+        "ours": "float32",
+        "peer": theirs[0],
+        "tokens_per_second": 1.0,
+        "peer_tokens_per_second": 0.5,
+        "ratio": 2.0,
+        "bandwidth": 0.75,
+        "same_texts": 2,
+        "texts": 2,
+        "prompt128": 4.0,
+        "prompt512": 4.0,
+        "together": (512 / 8 + 31 * 2) / (512 / 32 + 31),
+    }
+    halves = {"peer": theirs[1], "peer_tokens_per_second": 1.0, "same_texts": 0}
+    halves |= {name: row[name] / 2 for name in ("ratio", "prompt128", "prompt512", "together")}
+    assert rows["model, float32, transformers bfloat16"] == row | halves
+
+
+def test_llama_cpp_reads_each_prompt_again_with_all_threads(time, monkeypatch):
+    class Stand:
+        def __init__(self, file, n_ctx, n_threads, n_threads_batch, verbose):
+            assert n_threads == n_threads_batch == 7
+
+        def reset(self):
+            self.known = 0
+
+        def generate(self, tokens, temp, repeat_penalty):
+            time.work(len(tokens) - self.known)
+            self.known = len(tokens)
+            while True:
+                yield 5
+                time.work(2.0)
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    monkeypatch.setitem(sys.modules, "llama_cpp", SimpleNamespace(Llama=Stand))
+    peer = peers.llama_cpp("a-Q8_0.gguf")
+    assert peer.name == "llama.cpp q8_0"
+    assert [peer.make([[1, 2, 3]], 3) for _ in range(2)] == [peers.Made([5, 5, 5], 3.0, 7.0)] * 2
+
+
+def test_the_combined_table(time, monkeypatch):
+    """The first row makes 2, 4 and 1 tokens a second in its turns, the next ones 8 and 4."""
+    seconds = {"a": [4.0, 2.0, 8.0], "b": [1.0] * 3, "c": [2.0] * 3}
+
+    def serve_row(row, model, draft, effort):
+        left = seconds[row.name]
+        return Served(
+            left.pop(0),
+            8,
+            num_first_tokens=2,
+            first_token=[1.0, 2.0, 9.0 - len(left)],
+            gaps=[],
+            cache_bytes=10 * len(left),
+            texts=[[1], [3 if row.name == "c" else 2]],
+        )
+
+    rows = pair.StackRow("a", {}), pair.StackRow("b", {}), pair.StackRow("c", {}, 16, 8, True)
+    monkeypatch.setattr(pair, "STACK", rows)
+    monkeypatch.setattr(pair, "serve_row", serve_row)
+    first, second, third = pair.stack(Effort(num_texts=5))
+    model = pair.Model.load("tiny", "cpu", torch.float32)
+    plain = weight_bytes(model.llama)
+    small = pair.Model.load("tiny", "cpu", torch.float32, 8)
+    (draft,) = pair.load_draft("tiny-draft", small).models
+    costs = dict(first_token=2.0, cache_bytes=20)
+    wanted = dict(name="a", tokens_per_second=2.0, speed_up=1.0)
+    wanted |= dict(text_bytes=20.0, weight_bytes=plain)
+    assert first == costs | wanted | dict(gain=None, same_texts=2, texts=5)
+    wanted |= dict(name="b", tokens_per_second=8.0, speed_up=4.0)
+    assert second == costs | wanted | dict(gain=4.0, same_texts=2, texts=5)
+    wanted = dict(name="c", tokens_per_second=4.0, text_bytes=4.0, speed_up=2.0)
+    wanted["weight_bytes"] = weight_bytes(small.llama) + weight_bytes(draft)
+    assert third == costs | wanted | dict(gain=0.5, same_texts=1, texts=5)
+
+
+def test_bits(monkeypatch):
+    """Texts that calibrate are not measured."""
+
+    def table(name, texts, calibration, wanted, device, llama):
+        told = {text[0].item() for text in texts}
+        assert len(told) == 6 and told.isdisjoint(text[0].item() for text in calibration)
+        return [perplexity.Row("w", "16", 9, 9, perplexity=ppl) for ppl in (4.0, 5.0)]
+
+    corpus = SimpleNamespace(tokens=torch.arange(8 * 73))
+    monkeypatch.setattr(pair, "sample_corpus", lambda *args, **options: corpus)
+    monkeypatch.setattr(pair, "table", table)
+    rows = pair.bits(QUICK)
+    assert [(row["loss"], row["tokens"]) for row in rows] == [(0.0, 6 * 73), (0.25, 6 * 73)]
+
+
+def test_waste():
+    """Two rows of 8 tokens hold 2 and 2, then 3 while the third request waits, and 4."""
+    requests = [random_request(2, count, seed) for seed, count in enumerate((4, 2, 1))]
+    used = memory.memory_use(KVCache(KVSpec(1, 1, 1), 8, 2), requests)
+    assert used == {"texts_in_flight": 1.5, "waste": (12 / 16 + 5 / 8 + 4 / 8) / 3}
+    cache = PagedCache(KVSpec(1, 1, 1), 8, 4)
+    seq, _ = cache.open(())
+    cache.extend([(seq, [1] * 9)])
+    assert memory.wasted_share(cache, [SimpleNamespace(seq=seq)]) == 0.25
+
+
+def test_phases(capsys):
+    events = [("verify", 3e6, 1e6), ("draft", 1e6, 2e6), ("aten::mm", 9e6, 9e6)]
+    trace = SimpleNamespace(
+        key_averages=lambda: [
+            SimpleNamespace(key=key, cpu_time_total=cpu, device_time_total=gpu)
+            for key, cpu, gpu in events
+        ]
+    )
+    profiler.say_phases(trace, 8.0)
+    told = [line.split() for line in capsys.readouterr().err.splitlines()]
+    assert told == [["verify", "3.000", "s", "37.5%"], ["draft", "2.000", "s", "25.0%"]]
+
+
+# ---- A GPU's
+
+SCALE = replace(gpu_parts.QUICK, count=15, repeats=5)  # 15 tokens are rounds of 3, and of 5
+TINY = SHAPES["tiny"]
+# Those of a prompt, and of the gate and up product:
+ATTENTION_BYTES = 2 * SCALE.prompt * TINY.num_key_value_heads * TINY.head_dim * 4
+PRODUCT_BYTES = 2 * TINY.intermediate_size * TINY.hidden_size * 4
+
+
+class Profile:
+    """Of 14 tokens: two kernels, and something else."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def key_averages(self):
+        cuda, cpu = (SimpleNamespace(name=name) for name in ("CUDA", "CPU"))
+        rows = [("b(int)", 14e3, 14, cuda), ("a", 28e3, 28, cuda), ("c", 99.0, 99, cpu)]
+        names = "key self_device_time_total count device_type".split()
+        return [SimpleNamespace(**dict(zip(names, row))) for row in rows]
+
+
+GPU_ROWS = {  # a key, and the bandwidth -> its cells, where a target's pass takes 2 seconds, a
+    # draft's 1/2, and each operation of a kernel 2
+    ("machine", "this"): (1.0, [f"{48**3 / 1e12:.3g}", "facts"]),
+    ("kernels", "attention", 1, 48, "16"): (ATTENTION_BYTES, ["2e+03", "50%"]),
+    ("kernels", "attention", 2, 1, "16"): (ATTENTION_BYTES, ["2e+03", "100%"]),
+    ("kernels", "product", "16 bits", 8): (PRODUCT_BYTES, ["2e+03", "50%"]),
+    ("decode", "tiny", "16 bits"): (weight_bytes(Llama(TINY, "meta", seed=None)), ["0.5", "50%"]),
+    ("profile", "16 bits"): (1.0, ["2000.000", "3.000", "3", "a 2000.0, b 1000.0"]),
+    # 3 tokens for 2 + 2/2 seconds, and 5 for 2 + 4/2, in place of 1 for 2
+    ("speculation", "16 bits", "16 bits", 1.0): (1.0, ["2.00", "2.50"]),
+    # 101 tokens in 12 steps
+    ("serving", 16): (1.0, ["4", "2e+03"]),
+    ("peers", "transformers"): (1.0, ["4000", "2000", "2.00"]),
+}
+
+
+@pytest.mark.parametrize("key", GPU_ROWS, ids=lambda key: ", ".join(map(str, key)))
+@torch.inference_mode()
+def test_gpu_rows(key, time, monkeypatch):
+    bandwidth, cells = GPU_ROWS[key]
+    case, *key = key
+    monkeypatch.setitem(SHAPES, "draft", replace(TINY, intermediate_size=32))
+    monkeypatch.setattr(gpu_cases, "profile", Profile)
+    monkeypatch.setattr(gpu_cases, "driver_facts", lambda: "facts")
+    made = peers.Made([7] * 5, 1.0, 17.0)
+    monkeypatch.setattr(gpu_peers, "random_transformers", lambda scale: None)
+    monkeypatch.setattr(gpu_peers, "transformers_text", lambda *args: made)
+    time_passes(time, lambda llama: 0.5 if llama.config.intermediate_size == 32 else 2.0)
+    if case in ("machine", "kernels"):
+        time.is_late = False  # a CPU does not wait
+        for owner, name in ((torch, "mm"), (Ops, "attend"), (Ops, "linear")):
+            time.times(owner, name, lambda *args: 2.0)
+    scale = replace(SCALE, draft="draft", bandwidth=bandwidth)
+    row = gpu_cases.CASES[case].row(scale, *key)
+    assert row[: len(cells)] == cells
+
+
+@torch.inference_mode()
+def test_their_attention_is_causal_where_it_is_a_prompts(monkeypatch):
+    """The first query of a prompt sees its own value alone; that of a newest token sees all."""
+    seen = []
+    attention = F.scaled_dot_product_attention
+
+    def observed(q, k, v, **options):
+        out = attention(q, k, v, **options)
+        seen.append((out[:, :, 0] - v[:, :, 0].repeat_interleave(2, 1)).abs().max().item())
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", observed)
+    monkeypatch.setattr(gpu_peers, "stopwatch", lambda run, scale: run)
+    for shape in ((1, SCALE.prompt), (4, 1)):
+        gpu_peers.sdpa("FLASH_ATTENTION", SCALE, *shape)()
+    assert seen[0] < 1e-6 < 0.1 < seen[1]
+
+
+# ---- What is wrong
+
+
+class Known:
+    """A model whose output is known: launched, and as a replay of other tokens' recording."""
+
+    config = SimpleNamespace(vocab_size=9)
+    device = torch.device("cpu")
+
+    def __init__(self, launched, replayed):
+        self.launched = launched
+        self.replayed = replayed
+        self.recorded = None
+
+    def kv_spec(self, bits):
+        return KVSpec(1, 2, 16, bits=bits)
+
+    def forward(self, tokens, metadata, wanted):
+        return torch.full((len(tokens), 3), self.launched)
+
+    def __call__(self, tokens, metadata):
+        if self.recorded is None:
+            self.recorded = tokens
+        is_stale = torch.equal(self.recorded, tokens)
+        return torch.full((len(tokens), 3), 9.0 if is_stale else self.replayed)
+
+
+def test_a_step_is_right_up_to_what_rounding_and_a_grid_leave(monkeypatch):
+    """2.5e-2 + √(2.5e-2 · 0.03) = 5.2e-2, of keys in 8 bits."""
+    for replayed, verdict in ((1.05, "ok"), (1.055, "WRONG")):
+        pair = Known(1.03, replayed), Known(1.0, None)
+        monkeypatch.setattr(smoke, "model_pair", lambda *key: pair)
+        row = smoke.step_row(gpu_parts.QUICK, "16 bits", "8", torch.bfloat16, 9, "1 x 8")
+        assert row == [f"3.0e-02 {replayed - 1:.1e}", "5.2e-02", verdict]
+
+
+def test_another_coin_is_wrong(monkeypatch):
+    ops = Ops()
+    ops.pick = lambda probs, streams: Ops.pick(ops, probs, streams + 1)
+    monkeypatch.setattr(smoke, "checked_ops", lambda scale: ops)
+    assert smoke.sampling_row(gpu_parts.QUICK, "no filter", 3)[-1] == "WRONG"
+
+
+def test_a_wrong_row_is_the_commands_status(monkeypatch, tmp_path):
+    """An error, too."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for cells, status in ((["ok"], 0), (["WRONG"], 1), ([], 1)):
+        case = gpu_cases.Case(("a", "b"), lambda scale: [("x",), ("y",)], lambda *key: [cells[0]])
+        monkeypatch.setitem(gpu_cases.CASES, "decode", case)
+        assert bench.main(["--gpu", "decode", "--quick"]) == status
