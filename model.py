@@ -93,7 +93,8 @@ class Llama:
 
         weight_dtype: the matrices' dtype, if it is not `dtype`.
         """
-        self.device = torch.empty(0, device=device).device  # as tensors name it, with an index
+        # As tensors name it, with an index.
+        self.device = torch.empty(0, device=device, dtype=dtype).device
         self.dtype = dtype
         self.weight_dtype = weight_dtype or dtype
         self.ops = ops or ops_for(device)
@@ -362,7 +363,7 @@ def rope_frequencies(config: Config) -> Tensor:
     frequencies = 1.0 / config.rope_theta ** (torch.arange(0, D, 2, dtype=torch.float32) / D)
     scaling = config.rope_scaling or {}
     if "factors" in scaling:
-        return frequencies / torch.tensor(scaling["factors"])
+        return frequencies / torch.tensor(scaling["factors"], dtype=torch.float32)
     slowed = frequencies / scaling.get("factor", 1)
     if "original_max_position_embeddings" not in scaling:
         return slowed

@@ -269,7 +269,7 @@ class Round:
         """An empty proposal, which a drafter fills."""
         B = len(self.requests)
         k = self.width - 1
-        tokens = torch.full((B, k), -1, device=self.device)
+        tokens = torch.full((B, k), -1, dtype=torch.int64, device=self.device)
         if self.coupled or not k:
             return Proposal(tokens, None)
         shape = B, k + 1, self.vocab_size
