@@ -45,10 +45,12 @@ from torch import Tensor
 
 from checkpoint.load import load_llama
 from checkpoint.progress import do_each
+from errors import UserError
 from kernels import HeadNorm, Linear, Ops, ops_for
 from kvcache import AttentionMetadata, KVSpec
 from parallel import ROW_PARALLEL, group_for
 from quant import Bits, Kind, Quantized, named_tensors
+from settings import check_known
 
 if TYPE_CHECKING:
     from checkpoint.config import Config
@@ -130,9 +132,22 @@ class Llama:
         features: the pass fills them, too.
         """
         if metadata is None:
+            tokens = self.checked(tokens)
             metadata = AttentionMetadata.without_cache(1, len(tokens)).to(self.device)
         # A backend may do the whole pass at once; the plain one calls `forward`, below.
         return self.ops.forward(self, tokens, metadata, logits_indices, features)
+
+    def checked(self, tokens: Tensor) -> Tensor:
+        """The tokens of one text, as int64[T]. UserError if this model cannot read them."""
+        most = self.config.max_position_embeddings
+        is_text = tokens.dim() == 1 and 0 < len(tokens) <= most
+        if not is_text or tokens.dtype not in (torch.int32, torch.int64):
+            raise UserError(
+                f"tokens are {tokens.dtype} of shape {[*tokens.shape]}: give those of one text, "
+                f"int64[T] with T from 1 to {most}, the model's limit"
+            )
+        check_known(tokens.tolist(), self.config.vocab_size)
+        return tokens.long()
 
     def forward(
         self,
