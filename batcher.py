@@ -63,7 +63,8 @@ class Batcher:
             raise UserError(
                 "a request needs tokens, and settings with a seed: make it by Model.request_of"
             )
-        if request.arrived and not request.finish_reason:
+        was_added = request.arrived > 0  # else it is not searched
+        if was_added and (request in self.running or request in self.waiting):
             raise UserError("this request is in a batch already: make another, of the same tokens")
         check_known(request.tokens, self.runner.drawing.vocab_size)
         # No cache holds the last token. If none is made, the prompt's own last one is read, too.
