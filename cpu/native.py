@@ -216,8 +216,9 @@ def declare(lib: ctypes.CDLL, source: str) -> None:
 
 
 def declare_function(function: Any, parameters: str, result: Any) -> None:
-    function.declared = [*declared(parameters, ",").values()]
-    function.argtypes = [parameter.kind for parameter in function.declared]
+    by_name = declared(parameters, ",").values()
+    function.argtypes = [parameter.kind for parameter in by_name]
+    function.dtypes = [parameter.dtypes for parameter in by_name]
     function.restype = result
 
 
@@ -266,19 +267,18 @@ class Struct(ctypes.Structure):
 def address(x: Tensor, dtypes: tuple[torch.dtype, ...]) -> int:
     """Where C finds the numbers of x. dtypes: those that C declares.
 
-    TypeError for another dtype, and for numbers that do not lie side by side in the CPU's memory.
+    TypeError for another dtype, and for numbers that do not lie side by side in memory.
     """
-    if x.dtype not in dtypes or not x.is_contiguous() or not x.is_cpu:
-        raise TypeError(f"C wants {dtypes}, contiguous: {x.dtype}, {x.stride()}, {x.device}")
+    if x.dtype not in dtypes or not x.is_contiguous():
+        raise TypeError(f"C wants {dtypes}, contiguous: {x.dtype} with strides {x.stride()}")
     return x.data_ptr()
 
 
 def call(name: str, *arguments: Any) -> Any:
     """Call a function of C. Of tensors it gets the addresses; they live until it returns."""
-    function = getattr(library(), name)
-    plain = []
-    for x, (_, dtypes) in zip(arguments, function.declared, strict=True):
-        plain.append(address(x, dtypes) if isinstance(x, Tensor) else x)
+    function = getattr(load_library().library, name)
+    given = zip(arguments, function.dtypes, strict=True)
+    plain = [address(x, dtypes) if isinstance(x, Tensor) else x for x, dtypes in given]
     return function(*plain)
 
 
@@ -574,8 +574,8 @@ def step_of(metadata: AttentionMetadata) -> Step:
     """Where the new tokens belong, for C; made once for all layers."""
     if "native" not in metadata.backend:
         step = Step.from_buffer_copy(cache_layout(metadata.cache))
-        for name in ("block_tables", "positions", "slot_mapping", "cu_seqlens"):
-            step.set(**{name: getattr(metadata, name)})
+        names = "block_tables", "positions", "slot_mapping", "cu_seqlens"
+        step.set(**{name: getattr(metadata, name) for name in names})
         step.max_blocks = metadata.block_tables.shape[1]
         metadata.backend["native"] = step
     return metadata.backend["native"]
