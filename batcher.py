@@ -39,7 +39,7 @@ from errors import UserError
 from kvcache import CacheFull
 from request import Request
 from runner import ModelRunner, ScheduledRequest
-from settings import Options
+from settings import Options, check_known
 
 # A text that found no room in the caches is tried again after so many steps, or when a text ends:
 # a try costs time, and seldom finds room.
@@ -60,6 +60,14 @@ class Batcher:
 
     def check(self, request: Request) -> None:
         """UserError if this request could never be served."""
+        if request.settings.seed is None or not request.tokens:
+            raise UserError(
+                "a request needs tokens, and settings with a seed: make it by Model.request_of"
+            )
+        was_added = request.arrived > 0  # else it is not searched
+        if was_added and (request in self.running or request in self.waiting):
+            raise UserError("this request is in a batch already: make another, of the same tokens")
+        check_known(request.tokens, self.runner.drawing.vocab_size)
         # No cache holds the last token. If none is made, the prompt's own last one is read, too.
         longest = len(request.tokens) + max(1, request.num_remaining) - 1
         most = self.runner.cache.max_len
@@ -100,10 +108,15 @@ class Batcher:
 
     def run(self, requests: Iterable[Request] = ()) -> Iterator[tuple[Request, list[int]]]:
         """Yield (request, its new tokens) as they are made, until no request is left."""
-        for request in requests:
-            self.add(request)
-        while self.waiting or self.running:
-            yield from self.step().items()
+        requests = [*requests]
+        try:
+            for request in requests:
+                self.add(request)
+            while self.waiting or self.running:
+                yield from self.step().items()
+        finally:  # an error, or a caller that has enough
+            for request in requests:
+                self.cancel(request)
 
     def cancel(self, request: Request) -> None:
         """End a request now, and free its sequences. A request that has ended stays as it is."""

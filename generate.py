@@ -55,7 +55,7 @@ from quant import Kind, widths
 from request import Message, OutputStream, Request, Result, RoundStats, Settings
 from runner import ModelRunner
 from sampling import Keyed, probabilities
-from settings import SETTINGS, Options, refuse_value
+from settings import SETTINGS, Options, check_known, refuse_value
 from speculative import Drawing
 from tokenizer import Tokenizer
 
@@ -227,12 +227,7 @@ class Model:
                 f"the prompt has {len(tokens)} tokens, and must have from 1 to {limit - 1}: change "
                 "it, or raise --max-len (up to the model's limit, and memory must hold it)"
             )
-        last = max(tokens)
-        if last >= self.tokenizer.vocab_size:  # the tokenizer may have more than the model
-            raise UserError(
-                f"the prompt has token {last}, and the model has {self.tokenizer.vocab_size}: "
-                "change the prompt, or the chat template"
-            )
+        check_known(tokens, self.tokenizer.vocab_size)  # the tokenizer may have more than the model
         max_tokens = min(settings.max_tokens, limit - len(tokens))
         settings = replace(self.complete(settings), max_tokens=max_tokens)
         return Request(tokens, settings, self.eos_token_ids, is_reply=is_reply)

@@ -108,7 +108,7 @@ def find_device(name: torch.device | str | None = None) -> torch.device:
     if device.type not in BACKENDS:
         raise UserError(f"device {str(name)!r} is not supported: use {usable}")
     try:
-        torch.empty(1, device=device)
+        torch.empty(1, dtype=torch.float32, device=device)
     except (RuntimeError, AssertionError):
         raise UserError(f"device {str(name)!r} is not on this machine: use {usable}") from None
     return device

@@ -45,10 +45,12 @@ from torch import Tensor
 
 from checkpoint.load import load_llama
 from checkpoint.progress import do_each
+from errors import UserError
 from kernels import HeadNorm, Linear, Ops, ops_for
 from kvcache import AttentionMetadata, KVSpec
 from parallel import ROW_PARALLEL, group_for
 from quant import Bits, Kind, Quantized, named_tensors
+from settings import check_known
 
 if TYPE_CHECKING:
     from checkpoint.config import Config
@@ -93,7 +95,8 @@ class Llama:
 
         weight_dtype: the matrices' dtype, if it is not `dtype`.
         """
-        self.device = torch.empty(0, device=device).device  # as tensors name it, with an index
+        # As tensors name it, with an index.
+        self.device = torch.empty(0, device=device, dtype=dtype).device
         self.dtype = dtype
         self.weight_dtype = weight_dtype or dtype
         self.ops = ops or ops_for(device)
@@ -129,9 +132,22 @@ class Llama:
         features: the pass fills them, too.
         """
         if metadata is None:
+            tokens = self.checked(tokens)
             metadata = AttentionMetadata.without_cache(1, len(tokens)).to(self.device)
         # A backend may do the whole pass at once; the plain one calls `forward`, below.
         return self.ops.forward(self, tokens, metadata, logits_indices, features)
+
+    def checked(self, tokens: Tensor) -> Tensor:
+        """The tokens of one text, as int64[T]. UserError if this model cannot read them."""
+        most = self.config.max_position_embeddings
+        is_text = tokens.dim() == 1 and 0 < len(tokens) <= most
+        if not is_text or tokens.dtype not in (torch.int32, torch.int64):
+            raise UserError(
+                f"tokens are {tokens.dtype} of shape {[*tokens.shape]}: give those of one text, "
+                f"int64[T] with T from 1 to {most}, the model's limit"
+            )
+        check_known(tokens.tolist(), self.config.vocab_size)
+        return tokens.long()
 
     def forward(
         self,
@@ -377,7 +393,7 @@ def rope_frequencies(config: Config) -> Tensor:
     frequencies = 1.0 / config.rope_theta ** (torch.arange(0, D, 2, dtype=torch.float32) / D)
     scaling = config.rope_scaling or {}
     if "factors" in scaling:
-        return frequencies / torch.tensor(scaling["factors"])
+        return frequencies / torch.tensor(scaling["factors"], dtype=torch.float32)
     slowed = frequencies / scaling.get("factor", 1)
     if "original_max_position_embeddings" not in scaling:
         return slowed

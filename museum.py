@@ -215,8 +215,8 @@ def texts_alone_and_together() -> bool:
 def stored_is_read() -> bool:
     """Keys in 8 bits, of two heads, in blocks that are not in order."""
     keys = PagedCache(KVSpec(1, 2, 4, bits=(8, 8)), 3, block_size=2).keys
-    slots = torch.tensor([5, 0, 3])
-    x = torch.randn(3, 2, 4)
+    slots = torch.tensor([5, 0, 3], dtype=torch.int64)
+    x = torch.randn(3, 2, 4, dtype=torch.float32)
     keys.write(0, slots, x)
     return torch.allclose(keys.read(0, slots, x.dtype), x, atol=0.1)
 
@@ -229,7 +229,7 @@ def padding_is_stored_nowhere() -> bool:
 
 def nan_is_told() -> bool:
     try:
-        Ops().probabilities(torch.tensor([[torch.nan]]))
+        Ops().probabilities(torch.tensor([[torch.nan]], dtype=torch.float32))
     except NotFinite:
         return True
     return False

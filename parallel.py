@@ -163,7 +163,7 @@ class Group:
         return logits
 
     def agree(self, numbers: Any) -> Any:
-        """The first process's numbers, in every process, on the host."""
+        """The first process's whole numbers, in every process, on the host."""
         return numbers
 
 
@@ -183,7 +183,7 @@ class Processes(Group):
     def memory(self, free: int, device: torch.device) -> int:
         if device.type == "cpu":  # which all processes share
             free //= self.n
-        smallest = torch.tensor(free)
+        smallest = torch.tensor(free, dtype=torch.int64)
         dist.all_reduce(smallest, dist.ReduceOp.MIN)
         return int(smallest)
 
@@ -204,7 +204,7 @@ class Processes(Group):
 
     def agree(self, numbers: Any) -> Any:
         """If the first process's stop flag is set, all stop."""
-        mine = torch.tensor(numbers)
+        mine = torch.tensor(numbers, dtype=torch.int64)
         error = stop_flag.error
         stop = mine.new_tensor([error is not None])
         packed = torch.cat((mine.flatten(), stop))

@@ -167,7 +167,7 @@ def nf4(device: torch.device | str = "cpu") -> Tensor:
         """The quantiles from the outermost down to 0."""
         # The middle of the last of 16 equal parts of [0, 1] is 1 − 1/32; with 15 parts it is
         # 1 − 1/30. The authors begin at the mean of both.
-        probabilities = torch.linspace(0.9677083, 0.5, count)
+        probabilities = torch.linspace(0.9677083, 0.5, count, dtype=torch.float32)
         return torch.special.ndtri(probabilities.double()).float()
 
     above = quantiles(9)

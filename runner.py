@@ -260,11 +260,11 @@ class ModelRunner:
     ) -> None:
         """Choose γ of the next step, from what this one took and made."""
         # All processes must choose the same.
-        seconds, is_typical = self.target.group.agree([seconds, is_typical])
+        nanoseconds, is_typical = self.target.group.agree([int(1e9 * seconds), is_typical])
         if is_typical:
             num_drafts = [item.num_drafts for item in rounds]
             num_accepted = [len(new) - 1 for new in round_tokens]
-            self.auto_gamma.observe(num_drafts, num_accepted, seconds)
+            self.auto_gamma.observe(num_drafts, num_accepted, 1e-9 * nanoseconds)
         self.next_gamma = self.auto_gamma.choose(len(rounds))
 
     def _is_typical(self, scheduled: Sequence[ScheduledRequest]) -> bool:
@@ -290,7 +290,7 @@ class ModelRunner:
         """
         counts = self._multi_step_counts(scheduled)
         if counts:  # then no request asks for logits
-            return self._decode_multi_step(rounds, counts), torch.empty(0)
+            return self._decode_multi_step(rounds, counts), torch.empty(0, dtype=self.target.dtype)
         requests = [item.request for item in rounds]
         num_drafts = [item.num_drafts for item in rounds]
         round = Round(requests, num_drafts, self.drawing, target=self.target)

@@ -162,7 +162,8 @@ class TokenLogprob(NamedTuple):
 def token_logprobs(logits: Tensor, tokens: list[int], num_top: int) -> list[TokenLogprob]:
     """logits: float[n, V], at the places of the n tokens; num_top: how many of the most probable
     tokens to tell."""
-    index = torch.tensor(tokens, device=logits.device)[:, None]  # [n, 1]
+    index = torch.tensor(tokens, dtype=torch.int64, device=logits.device)
+    index = index[:, None]  # [n, 1]
     entries = []
     for rows, own in zip(logits.split(LOGPROB_ROWS), index.split(LOGPROB_ROWS)):
         logprobs = rows.double().log_softmax(-1)

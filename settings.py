@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple, NoReturn
 
@@ -150,6 +151,16 @@ def refuse_value(name: str, value: Any, rule: str) -> NoReturn:
     error = UserError(f"{name} is {brief(repr(value), 100)}: it must be {rule}")
     error.param = name
     raise error
+
+
+def check_known(tokens: Sequence[int], vocab_size: int) -> None:
+    """UserError for a prompt's token that a model with so many tokens does not have."""
+    for token in (min(tokens), max(tokens)):
+        if not 0 <= token < vocab_size:
+            raise UserError(
+                f"the prompt has token {token}, and the model has {vocab_size}, from 0 on: change "
+                "the prompt, or the chat template"
+            )
 
 
 def check_settings(**settings: Any) -> None:

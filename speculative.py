@@ -269,11 +269,12 @@ class Round:
         """An empty proposal, which a drafter fills."""
         B = len(self.requests)
         k = self.width - 1
-        tokens = torch.full((B, k), -1, device=self.device)
+        device = self.device
+        tokens = torch.full((B, k), -1, dtype=torch.int64, device=device)
         if self.coupled or not k:
             return Proposal(tokens, None)
         shape = B, k + 1, self.vocab_size
-        return Proposal(tokens, torch.zeros(shape, dtype=self.dtype, device=self.device))
+        return Proposal(tokens, torch.zeros(shape, dtype=self.dtype, device=device))
 
     def drafting(self, j: int = 0) -> list[int]:
         """The rows of the requests that want a draft j."""

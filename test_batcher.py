@@ -514,6 +514,22 @@ def test_request_that_could_never_be_served_is_refused_alone():
     make_batcher().check(make_request(1, 3, gamma=32))  # without drafts it does not matter
 
 
+def test_a_request_that_is_refused_leaves_the_batch_as_it_was():
+    batcher = make_batcher()
+    twice = make_request(3, 4)
+    for says, *requests in (
+        ("in a batch already", twice, twice),
+        ("settings with a seed", make_request(3, 4), Request([1], Settings(max_tokens=2))),
+        ("needs tokens", Request([], Settings(seed=1))),
+        ("token -1", Request([1, -1], Settings(seed=1))),
+        ("token 1000000", Request([1, 10**6], Settings(seed=1))),
+    ):
+        with pytest.raises(UserError, match=says):
+            list(batcher.run(requests))
+        assert not batcher.waiting and not batcher.running, says
+    assert len([*batcher.run([make_request(3, 4)])]) == 4
+
+
 def test_cancelled_requests_free_their_blocks_at_once():
     batcher = make_batcher(max_batch=2, drafter=NgramDrafter())
     requests = [make_request(20, 30, i) for i in range(3)]

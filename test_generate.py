@@ -25,7 +25,7 @@ from grammar import Grammars
 from kernels import Ops
 from kvcache import CacheFull
 from model import Llama, weight_bytes
-from quant import widths
+from quant import nf4, widths
 from request import OutputStream, Request, Settings
 from settings import VERIFY, Options
 from test_drafters import LastToken
@@ -96,6 +96,33 @@ def test_greedy_text_is_the_argmax_of_the_plain_forward_pass(model):
         logits = model.llama(torch.tensor(tokens))
         assert token == int(logits[-1, :259].argmax())  # 259 and 260 are padding
         tokens.append(token)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_the_dtype_that_the_callers_program_prefers_changes_no_token(
+    base, tmp_path, compiler, dtype
+):
+    """With drafts and with an EAGLE head, whether it is set before the model is loaded or after."""
+    loaded_before = Model.load(base, "cpu", torch.float32)
+    head = write_head(tmp_path, random_head(loaded_before.llama, dtype=torch.float32))
+    ways = [
+        dict(draft=base, draft_bits="nf4", temperature=0),
+        dict(draft=base, draft_bits=4, top_k=9, kv_bits=8),
+        dict(draft=head, logprobs=2),
+    ]
+
+    def texts(model: Model) -> list[list[int]]:
+        nf4.cache_clear()
+        asked = dict(seed=3, gamma=3, max_tokens=12)
+        return [generate(PROMPT, model, **asked, **way).tokens for way in ways]
+
+    wanted = texts(Model.load(base, "cpu", torch.float32))
+    torch.set_default_dtype(dtype)
+    try:
+        assert texts(loaded_before) == wanted
+        assert texts(Model.load(base, "cpu", torch.float32)) == wanted
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_several_prompts_are_a_batch_in_order(model):
@@ -724,7 +751,7 @@ def test_mistakes_of_python_callers_are_told_in_a_line(model):
         ("chat messages, .* need a chat template", 5, {}),
         ("gamma is about drafted tokens", PROMPT, dict(gamma=2)),
         ("chat is 0: it must be true or false", PROMPT, dict(chat=0)),
-        (r"'\[5\]' is neither a folder", PROMPT, dict(draft=[5])),
+        (r"the name of a model is \[5\]: it must be a text", PROMPT, dict(draft=[5])),
         ("dtype is 'float32'; it must be None, torch.float32", PROMPT, dict(dtype="float32")),
         ("dtype is torch.int8", PROMPT, dict(dtype=torch.int8)),
         ("device 'nope' is unknown", PROMPT, dict(device="nope")),

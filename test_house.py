@@ -210,6 +210,39 @@ def test_lines_have_100_columns():
     assert not found, "\n".join(found)
 
 
+# ---- The caller's program
+
+FOLLOW_THE_CALLER = (  # what they make has torch.get_default_dtype(), or has it if it is no integer
+    "empty zeros ones full eye tensor as_tensor scalar_tensor rand randn normal linspace logspace"
+).split()
+
+
+def leaves_dtype_open(call: ast.Call) -> bool:
+    """Whether it makes a tensor whose dtype the caller's program may choose. Of tensor([…]) nobody
+    sees at the call whether it gets whole numbers (or none, which are floats), so it names its
+    dtype, too; arange, which counts, needs a name only where it counts in fractions."""
+    name = ast.unparse(call.func).removeprefix("torch.")
+    fractions = any(isinstance(getattr(each, "value", None), float) for each in call.args)
+    follows = name in FOLLOW_THE_CALLER or (name == "arange" and fractions)
+    is_named = any(keyword.arg == "dtype" for keyword in call.keywords)
+    return ast.unparse(call.func) == f"torch.{name}" and follows and not is_named
+
+
+def test_no_tensor_has_the_dtype_that_the_callers_program_prefers():
+    """torch.set_default_dtype is the caller's. train/, measure/ and demonstrations are programs of
+    their own."""
+    found = []
+    for page in PAGES:
+        for node in tree(page).body:
+            is_demonstration = getattr(node, "name", "") == "main"
+            if is_demonstration or page.parent.name in ("train", "measure"):
+                continue
+            for call in ast.walk(node):
+                if isinstance(call, ast.Call) and leaves_dtype_open(call):
+                    found.append(f"{page.name}:{call.lineno}: {ast.unparse(call)}")
+    assert not found, "\n".join(found)
+
+
 # ---- Imports
 
 

@@ -6,11 +6,13 @@ The models and logits are in test_data/, made by .ci/random_models.py.
 import math
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
 from checkpoint.config import Config
 from conftest import SMALL, random_llama
+from errors import UserError
 from kernels import Ops
 from kvcache import KVCache
 from model import Llama
@@ -78,6 +80,26 @@ def test_the_cases_cover_what_they_should():
 
 
 @torch.inference_mode()
+@torch.inference_mode()
+def test_tokens_are_those_of_one_text(compiler):
+    """Nothing else is read, or read as other tokens."""
+    llama = Llama.load("tiny", "cpu", torch.float32)
+    text = torch.tensor([5, 0, 6, 0])
+    assert torch.equal(llama(text.int()), llama(text))
+    most = llama.config.max_position_embeddings
+    for wrong, says in (
+        (text.view(2, 2), r"torch.int64 of shape \[2, 2\]"),
+        (text[0], r"shape \[\]"),
+        (text[:0], r"shape \[0\]"),
+        (text.new_zeros(most + 1), f"from 1 to {most}"),
+        (text.float(), "tokens are torch.float32"),
+        (text - 1, "has token -1, and the model has 4096"),
+        (text + 4090, "has token 4096"),
+    ):
+        with pytest.raises(UserError, match=says):
+            llama(wrong)
+
+
 def test_logits_are_those_asked_for():
     llama = random_llama(1)
     tokens = torch.arange(60)

@@ -480,7 +480,7 @@ def decisions(folder: Path) -> list[Any]:
     cpu = torch.device("cpu")
     group = group_for(cpu)
     answers = [num_processes(), group.memory(1000 * (rank + 1), cpu)]
-    answers += [group.agree([rank, 7]), group.agree([[rank + 0.5]])]
+    answers += [group.agree([rank, 7]), group.agree([[rank + 5]])]
     lines = iter([f"line {rank}"])
     answers += [read_once(lambda: next(lines)), rank == 0 or next(lines) == "line 1"]
     for load in (lambda: Llama.load(folder, "cpu", bits=4), lambda: check_draft(folder, 4)):
@@ -495,7 +495,7 @@ def test_memory_is_shared_and_what_is_read_is_the_first_processes(everywhere, mo
     a, b = everywhere(2, decisions, models["tied"])
     assert a == b
     *answers, refused, draft_refused = a
-    assert answers == [2, 500, [0, 7], [[0.5]], "line 0", True]
+    assert answers == [2, 500, [0, 7], [[5]], "line 0", True]
     assert "128 columns" in refused  # before memory is asked for
     assert draft_refused == refused
 

@@ -221,7 +221,7 @@ class Layout:
             ) from None
         zero = weight.zero
         if zero is not None:
-            middle = torch.tensor(8 if weight.bits == 4 else 0)
+            middle = torch.tensor(8 if weight.bits == 4 else 0, dtype=torch.int64)
             zero = (middle if matrix.zero is None else matrix.zero).expand(zero.shape)
         return matrix._replace(scale=matrix.scale.expand(weight.scale.shape), zero=zero)
 

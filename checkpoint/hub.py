@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from errors import UserError, brief
+from settings import refuse_value
 
 ALIASES = {
     "1B": "meta-llama/Llama-3.2-1B-Instruct",
@@ -22,8 +23,10 @@ PART = r"-(?!00001)\d{5}-of-\d{5}\.gguf$"  # a file of a split, but the first
 def find_model(name: str | Path, others: Iterable[str] = ()) -> Path:
     """A model's folder or its GGUF: an alias, an embedded model, a folder, FILE.gguf, or a Hub id
     (owner/name, owner/name:FILE.gguf), which is fetched. FileNotFoundError for what is none of
-    these, or cannot be fetched; UserError for a folder of several GGUFs. others: names that a
-    caller knows, too, for the message."""
+    these, or cannot be fetched; UserError for what is no name, and for a folder of several GGUFs.
+    others: names that a caller knows, too, for the message."""
+    if not isinstance(name, str | Path):
+        refuse_value("the name of a model", name, "a text or a Path, or the model, loaded")
     text = str(name)
     folder = Path(os.path.expanduser(text))
     if text in EMBEDDED:

@@ -185,7 +185,7 @@ class CPU(Ops):
         if isinstance(chain, HeadChain):
             x = chain.z
         else:
-            x = chain.model.embed.rows(torch.tensor(chain.new[0]))  # [T, C]
+            x = chain.model.embed.rows(torch.tensor(chain.new[0], dtype=torch.int64))  # [T, C]
         angles = None
         if chain.reserved is not None:
             angles = native.angles_for(model, chain.model, chain.reserved)

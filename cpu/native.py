@@ -26,7 +26,9 @@ products of a model are in C, all its layers are one call, and so are all drafts
 (`NativeModel`).
 
 C functions get addresses as plain integers, which ctypes converts without running Python code: so
-Ctrl-C arrives before or after a call, as KeyboardInterrupt (`call`).
+Ctrl-C arrives before or after a call, as KeyboardInterrupt (`call`). Every address of a tensor is
+made by `address`, which compares the tensor with what the source declares there. Another dtype is
+an exception, because C would read other numbers, or write beyond the tensor's end.
 
 Invariant: results are those of kernels.Ops up to the order of sums. A product's error is at most
 2e-5 of Σ|x||w|; beside INT8 and INT4, x is off by at most 2^-16 of the largest |x| of its stretch,
@@ -211,46 +213,87 @@ def declare(lib: ctypes.CDLL, source: str) -> None:
     """Tell ctypes what the source declares: functions' parameters, structures' fields."""
     source = re.sub(" *//.*", "", source)
     for result, name, parameters in re.findall(r"^(void|long) (\w+)\(([^)]*)\)", source, re.M):
-        function = getattr(lib, name)
-        function.argtypes = [kind for _, kind in declared(parameters, ",")]
-        function.restype = LONG if result == "long" else None
-    for pick in (lib.pick_f32, lib.pick_f64):  # which a macro defines
-        pick.argtypes = [POINTER] * 3 + [LONG, LONG]
+        declare_function(getattr(lib, name), parameters, LONG if result == "long" else None)
+    for pick, number in ((lib.pick_f32, "float"), (lib.pick_f64, "double")):  # a macro defines them
+        parameters = f"{number} *probs, int64_t *streams, int64_t *picked, long B, long V"
+        declare_function(pick, parameters, None)
     for name, structure in STRUCTURES.items():
         if not hasattr(structure, "_fields_"):  # another thread has been here
             (fields,) = re.findall(rf"^typedef struct {{([^}}]*)}} {name};", source, re.M)
-            structure._fields_ = declared(fields, ";")
+            structure.declared = declared(fields, ";")
+            structure._fields_ = [(name, kind) for name, (kind, _) in structure.declared.items()]
 
 
-def declared(source: str, end: str) -> list[tuple[str, Any]]:
-    """Names and types of what C declares, as in `long N, K; const float *x;`."""
-    names = []
+def declare_function(function: Any, parameters: str, result: Any) -> None:
+    by_name = declared(parameters, ",").values()
+    function.argtypes = [parameter.kind for parameter in by_name]
+    function.dtypes = [parameter.dtypes for parameter in by_name]
+    function.restype = result
+
+
+class Declared(NamedTuple):
+    """A parameter or a field in C."""
+
+    kind: Any  # of ctypes
+    dtypes: tuple[torch.dtype, ...]  # of tensors whose address it may be
+
+
+def declared(source: str, end: str) -> dict[str, Declared]:
+    """What C declares, by name, as in `long N, K; const float *x;`."""
+    found = {}
     for declaration in source.replace("const ", "").split(end):
         if declaration.strip():
             kind, variables = declaration.split(maxsplit=1)
             for name in variables.split(","):
-                is_pointer = "*" in name
-                names.append((name.strip(" *\n"), POINTER if is_pointer else TYPES[kind]))
-    return names
+                one = Declared(TYPES.get(kind), ())
+                if "*" in name:
+                    one = Declared(POINTER, DTYPES.get(kind, ()))
+                found[name.strip(" *\n")] = one
+    return found
 
 
 class Struct(ctypes.Structure):
-    """A struct of C, passed by its address. `declare` gives it the fields that it has in C."""
+    """A struct of C, passed by its address. `declare` gives it the fields that it has in C.
+
+    A pointer is given as what it points to, which the caller must keep alive; None is NULL.
+    """
 
     _as_parameter_ = property(ctypes.addressof)
 
+    def __init__(self, **fields: Any):
+        self.set(**fields)
 
-def address(x: Tensor | Struct | ctypes.Array[Any] | None) -> int | None:
-    """What a field that is a pointer holds; None is NULL."""
-    if x is None:
-        return None
-    return x.data_ptr() if isinstance(x, Tensor) else ctypes.addressof(x)
+    def set(self, **fields: Any) -> None:
+        for name, value in fields.items():
+            kind, dtypes = self.declared[name]
+            if isinstance(value, Tensor):
+                value = address(value, dtypes)
+            elif kind is POINTER and value is not None:
+                value = ctypes.addressof(value)
+            setattr(self, name, value)
+
+
+def address(x: Tensor, dtypes: tuple[torch.dtype, ...]) -> int:
+    """Where C finds the numbers of x. dtypes: those that C declares.
+
+    TypeError for another dtype, and for numbers that do not lie side by side in memory.
+    """
+    if x.dtype not in dtypes or not x.is_contiguous():
+        raise TypeError(f"C wants {dtypes}, contiguous: {x.dtype} with strides {x.stride()}")
+    return x.data_ptr()
 
 
 def call(name: str, *arguments: Any) -> Any:
     """Call a function of C. Of tensors it gets the addresses; they live until it returns."""
-    plain = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
-    return getattr(library(), name)(*plain)
+    function = getattr(load_library().library, name)
+    given = zip(arguments, function.dtypes, strict=True)
+    plain = [address(x, dtypes) if isinstance(x, Tensor) else x for x, dtypes in given]
+    return function(*plain)
+
+
+def floats(*shape: int) -> Tensor:
+    """Uninitialized numbers for C, whatever dtype the caller's program prefers."""
+    return torch.empty(shape, dtype=torch.float32)
 
 
 # ---- Products ----------------------------------------------------------------------------------
@@ -327,7 +370,7 @@ class Weight(Struct):
             order=q.order,
         )
         weight = cls(
-            **{name: address(x) for name, x in tensors.items()},
+            **tensors,
             N=len(values),
             K=q.columns,
             group=q.group,
@@ -343,7 +386,7 @@ class Weight(Struct):
     def rows(self, indices: Tensor) -> Tensor:
         """Rows of W as numbers: an embedding's look-up. int64[R] -> float32[R, K]."""
         R = len(indices)
-        out = torch.empty(R, self.K)
+        out = floats(R, self.K)
         wrong = call("rows", self, indices.contiguous(), out, R)  # the first one's place + 1, or 0
         if wrong:
             raise IndexError(f"row {indices[wrong - 1]} of a matrix of {self.N}")
@@ -391,7 +434,7 @@ def product(x: Tensor, weight: Weight) -> Tensor:
         raise ValueError(
             f"rows of {K} numbers cannot be multiplied by a matrix of {weight.K} columns"
         )
-    y = torch.empty(T, weight.N)
+    y = floats(T, weight.N)
     if T:
         call("product", x.float().contiguous(), weight, y, T)
     return y.to(x.dtype)
@@ -430,7 +473,7 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tup
 def swiglu(x: Tensor) -> Tensor:
     """silu(gate) · up: [T, 2 F] -> [T, F]."""
     T, width = x.shape
-    y = torch.empty(T, width // 2)
+    y = floats(T, width // 2)
     call("swiglu", x.contiguous(), y, T, width // 2)
     return y
 
@@ -441,7 +484,7 @@ def setting_rows(settings: dict[str, Setting], B: int) -> Tensor:
     values = [*(SETTINGS | given).values()]
     if not any(isinstance(value, Tensor) for value in values):
         return torch.tensor([values] * B, dtype=torch.float64)
-    rows = torch.empty(B, 0)
+    rows = floats(B, 0)
     return torch.cat([column(value, rows) for value in values], 1)
 
 
@@ -451,7 +494,7 @@ def row_probabilities(logits: Tensor, masked: bool = True, **settings: Setting) 
     NotFinite if a row is not finite; masked: it may have −∞.
     """
     B, V = logits.shape
-    probs = torch.empty(B, V)
+    probs = floats(B, V)
     of_rows = setting_rows(settings, B)
     if call("probabilities_of_rows", logits.contiguous(), probs, of_rows, B, V, masked):
         raise NotFinite
@@ -475,7 +518,7 @@ def verify_drafts(p: Tensor, q: Tensor, drafted: Tensor, coin: Keyed) -> tuple[T
     B, k = drafted.shape
     V = p.shape[2]
     accepted_and_token = torch.empty(2, B, dtype=torch.int64)
-    room = torch.empty(B, V + k + 1)  # for C
+    room = floats(B, V + k + 1)  # for C
     inputs = [x.contiguous() for x in (p, q, drafted, coin.keys, coin.streams)]
     call("verify_drafts", *inputs, accepted_and_token, room, B, k, V, accept_role(0))
     return tuple(accepted_and_token)
@@ -490,12 +533,13 @@ class Vectors(Struct):
 
     @classmethod
     def of(cls, store: Store) -> Vectors:
-        addresses = [address(part) for part in store.parts]
         numbers = store.parts[0]
         group = 2 * numbers.shape[4]  # D or more: a vector has one scale
         if store.bits == 4 and store.group:
             group = store.group
-        return cls(*addresses, kind=CACHED.index(numbers.dtype), group=group)
+        heads_first = [part.permute(0, 3, 1, 2, 4) for part in store.parts]  # [L, G, N, S, width]
+        parts = dict(zip(("numbers", "scale", "zero"), heads_first))
+        return cls(**parts, kind=CACHED.index(numbers.dtype), group=group)
 
 
 class Step(Struct):
@@ -539,8 +583,8 @@ def step_of(metadata: AttentionMetadata) -> Step:
     """Where the new tokens belong, for C; made once for all layers."""
     if "native" not in metadata.backend:
         step = Step.from_buffer_copy(cache_layout(metadata.cache))
-        for name in ("block_tables", "positions", "slot_mapping", "cu_seqlens"):
-            setattr(step, name, address(getattr(metadata, name)))
+        names = "block_tables", "positions", "slot_mapping", "cu_seqlens"
+        step.set(**{name: getattr(metadata, name) for name in names})
         step.max_blocks = metadata.block_tables.shape[1]
         metadata.backend["native"] = step
     return metadata.backend["native"]
@@ -557,7 +601,7 @@ def attend(
     """What Ops.attend does. qkv: float32[T, H + 2 G, D] -> [T, H, D]."""
     T, num_heads, D = qkv.shape
     H = num_heads - 2 * G
-    out = torch.empty(T, H, D)
+    out = floats(T, H, D)
     turns = rope or (None, None)
     norms = norm or (None, 0.0)
     step = step_of(metadata)
@@ -605,7 +649,7 @@ class LayerWeights(Struct):
         parts = {name: getattr(layer, name) for name, _ in cls._fields_}
         if layer.head_norm is not None:
             parts["head_norm"] = layer.head_norm.weight
-        return cls(**{name: address(part) for name, part in parts.items()})
+        return cls(**parts)
 
 
 class NativeModel(Struct):
@@ -629,10 +673,10 @@ class NativeModel(Struct):
         L = len(llama.layers)
         layers = (LayerWeights * L)(*(LayerWeights.of(layer) for layer in llama.layers))
         native_model = cls(
-            layers=address(layers),
-            norm=address(llama.norm),
-            embed=address(embed),
-            head=address(llama.head),
+            layers=layers,
+            norm=llama.norm,
+            embed=embed,
+            head=llama.head,
             L=L,
             H=config.num_attention_heads,
             G=config.num_key_value_heads,
@@ -640,7 +684,7 @@ class NativeModel(Struct):
             eps=config.rms_norm_eps,
         )
         native_model.llama_parts = layers, llama.norm, linears, list(llama.layers)
-        native_model.angles = torch.empty(0)
+        native_model.angles = floats(0)
         return native_model
 
     def run_layers(
@@ -693,14 +737,14 @@ class NativeHead(Struct):
         tokens = head.tokens
         native_head = cls(
             model=model,
-            hidden_norm=address(head.hidden_norm),
-            tokens=address(tokens),
+            hidden_norm=head.hidden_norm,
+            tokens=tokens,
             layer=head.cache_layer,
             norm_before_residual=head.eagle.norm_before_residual,
             norm_output=head.eagle.norm_output,
         )
         native_head.parts = model, head.hidden_norm, tokens
-        native_head.angles = torch.empty(0)
+        native_head.angles = floats(0)
         return native_head
 
     def rows(
@@ -739,6 +783,16 @@ STRUCTURES = dict(
     Head=NativeHead,
 )
 TYPES = dict(long=LONG, int64_t=LONG, float=FLOAT, **STRUCTURES)
+DTYPES = dict(  # of what pointers point to; void: numbers of weights and of caches
+    float=(torch.float32,),
+    double=(torch.float64,),
+    int64_t=(torch.int64,),
+    int32_t=(torch.int32,),
+    int16_t=(torch.int16,),
+    uint16_t=(torch.bfloat16,),
+    Settings=(torch.float64,),
+    void=(*CACHED, *INTEGERS.values(), torch.float16),
+)
 
 
 def main() -> None:

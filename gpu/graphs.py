@@ -237,9 +237,9 @@ class Inputs:
         """Those of a round, on the host."""
         n = len(round.num_drafts)
         inputs = cls(B, max(round.num_drafts), "cpu", pinned=round.device.type == "cuda")
-        inputs.tokens[: len(tokens)] = torch.tensor(tokens)
-        inputs.num_drafts[:n] = torch.tensor(round.num_drafts)
-        inputs.coins[: len(round.keys)] = torch.tensor(round.keys)
+        inputs.tokens[: len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
+        inputs.num_drafts[:n] = torch.tensor(round.num_drafts, dtype=torch.int64)
+        inputs.coins[: len(round.keys)] = torch.tensor(round.keys, dtype=torch.int64)
         for row, (name, neutral) in zip(inputs.settings, SETTINGS.items()):
             values = [neutral if value is None else value for value in round.setting(name)]
             row[:n] = torch.tensor(values, dtype=torch.float64)

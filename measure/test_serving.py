@@ -3,7 +3,6 @@
 from copy import deepcopy
 from dataclasses import replace
 
-from batcher import Batcher
 from checkpoint.formats import Quantization
 from kvcache import KVCache, KVSpec
 from measure import memory, serving
