@@ -31,7 +31,7 @@ from sampling import probabilities
 from speculative import Drawing, Round
 from test_batcher import LLAMA, drafter_of, paged, random_tokens
 from test_speculative import Kind, laws_of, new_tokens, toy_cache
-from test_spm import load, tokenizer_model
+from checkpoint.test_pieces import load, tokenizer_model
 from tokenizer import Tokenizer
 
 pytest.importorskip("llguidance", reason="requirements-extra.txt is not installed")

@@ -92,19 +92,17 @@ class ChatTemplate:
         self._fields = {"role", "content"} | (TOOL_FIELDS if "tool_calls" in source else set())
         self._renderer = renderer()
 
-    def tokens(
+    def parts(
         self,
         messages: list[Message],
         add_generation_prompt: bool,
-        encode: Callable[[str, bool], list[int]],
         enable_thinking: bool | None = None,
         tools: list[Json] | None = None,
-    ) -> list[int]:
-        """The tokens of a conversation.
+    ) -> list[str | int]:
+        """A conversation: texts without control tokens, and tokens between them.
 
-        encode(text, is_first): the tokens of a text without added tokens. enable_thinking: None if
-        the template is to choose. tools: functions that an answer may call, as OpenAI's protocol
-        has them.
+        enable_thinking: None if the template is to choose. tools: functions that an answer may
+        call, as OpenAI's protocol has them.
         """
         options = {"add_generation_prompt": add_generation_prompt, "tools": tools}
         if enable_thinking is not None:
@@ -114,15 +112,13 @@ class ChatTemplate:
                     "the chat template knows no enable_thinking, so thinking cannot be chosen: "
                     "leave it out"
                 )
-        ids = []
         parts = self._finder.split(self._render(messages, options))
-        for n, part in enumerate(parts):
-            if part in self.ids:
-                ids.append(self.ids[part])
-            else:
-                text = replace_surrogates(part.translate(self._restore))
-                ids += encode(text, n == 0)
-        return ids
+        return [
+            self.ids[part]
+            if part in self.ids
+            else replace_surrogates(part.translate(self._restore))
+            for part in parts
+        ]
 
     def _render(self, messages: list[Message], options: Json) -> str:
         """The template's text, with stand-ins in the messages. UserError if the template has no
