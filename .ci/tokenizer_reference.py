@@ -17,12 +17,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from checkpoint.bytelevel import QWEN2_SPLIT, alphabet
 from sentencepiece import SentencePieceProcessor
 from tokenizers import Tokenizer as Reference
 from transformers import AutoTokenizer
 
 from app.test_tools import TOOLS, with_tools
+from checkpoint.gguf_vocabulary import QWEN2_SPLIT
+from checkpoint.vocabulary import alphabet
 from tokenizer import Tokenizer
 
 CONVERSATIONS = [

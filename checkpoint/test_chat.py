@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoint.chat import ChatTemplate, load_template
-from checkpoint.sandbox import renderer
+from checkpoint.sandbox import render
 from checkpoint.vocabulary import Finder, Vocabulary
 from errors import UserError
 
@@ -188,7 +188,7 @@ def test_no_decision_of_a_template_changes(name, has_system, contents, more):
     roles = ["system"] * has_system + ["user", "assistant"] * 2
     conversation = [dict(role=role, content=text) for role, text in zip(roles, contents)]
     values = dict(bos="<|start|>", messages=conversation, add_generation_prompt=more)
-    wanted, problem = renderer().render(source, values)
+    wanted, problem = render(source, values)
     template = template_of(None, source, MORE, bos="<|start|>")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a user's message may be cut
@@ -196,7 +196,7 @@ def test_no_decision_of_a_template_changes(name, has_system, contents, more):
     assert not problem and spelled(ids) == wanted
     known = Finder([*CONTROLS, *(text for text in MORE if text in source)])
     letters = "".join({letter for text in contents for letter in text if letter.strip()})
-    marked, _ = renderer().render(source, values, letters)  # each letter of a message
+    marked, _ = render(source, values, letters)  # each letter of a message
     of_template = known.split(marked)[1::2]
     assert [text for text in controls_in(ids) if known.token_at(text, 0)] == of_template
 
@@ -320,7 +320,7 @@ def test_templates_that_fail_are_one_line(tmp_path):
         ("{{ nobody.x.y }}", "UndefinedError"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
         ("{{ messages.append(1) }}", "SecurityError"),
-        ("{{ messages[0].content * 10**10 }}", "it needs more than 1024 MiB of memory"),
+        ("{{ messages[0].content * 10**10 }}", "is repeated to more than"),
     ):
         with pytest.raises(UserError, match="the chat template fails") as error:
             layout(tmp_path, source, ("user", "<|end|>"))

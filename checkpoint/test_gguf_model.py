@@ -306,7 +306,7 @@ def test_pieces_of_a_gguf_are_those_of_the_other_files(tmp_path):
     unused = Tokenizer.load(spm_gguf(tmp_path / "unused.gguf", {"bm": 5}))
     assert unused.encode("mbm") == tok.encode("mbm")  # b and m do not merge
     hostile = {"tokenizer.chat_template": string("{{ 'x' * 10**10 }}")}
-    with pytest.raises(UserError, match="^the chat template fails .* MiB of memory"):
+    with pytest.raises(UserError, match="^the chat template fails .* is repeated to more than"):
         Tokenizer.load(spm_gguf(tmp_path / "c.gguf", **hostile)).chat([])
     no_bos = {"tokenizer.ggml.add_bos_token": number("?", False)}
     unspaced = {"tokenizer.ggml.add_space_prefix": number("?", False)}
