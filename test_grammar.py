@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batcher import Batcher
+from checkpoint.test_pieces import load, tokenizer_model
 from conftest import ROOT, Place, examples, write_tokenizer
 from drafters import ModelDrafter, NgramDrafter
 from errors import UserError
@@ -31,7 +32,6 @@ from sampling import probabilities
 from speculative import Drawing, Round
 from test_batcher import LLAMA, drafter_of, paged, random_tokens
 from test_speculative import Kind, laws_of, new_tokens, toy_cache
-from test_spm import load, tokenizer_model
 from tokenizer import Tokenizer
 
 pytest.importorskip("llguidance", reason="requirements-extra.txt is not installed")

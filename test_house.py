@@ -21,7 +21,7 @@ from request import Request, Settings
 from settings import Options
 
 ORDER = (
-    "errors settings sampling quant parallel kernels edits flash kvcache paged model spm tokenizer "
+    "errors settings sampling quant parallel kernels edits flash kvcache paged model tokenizer "
     "grammar request speculative drafters eagle gamma runner batcher proof generate serve "
     "museum exercise"
 ).split()  # the root's: a page imports pages before it
@@ -31,10 +31,9 @@ ENGINE = (
 ).split()  # in the order of reading: what the rest stands on
 WINGS = {  # the pages of checkpoint/ that a page of the root may import
     "model": {"checkpoint.load", "checkpoint.progress"},
-    "spm": {"checkpoint.sentencepiece"},
     "tokenizer": {
         f"checkpoint.{page}"
-        for page in "vocabulary bytelevel sentencepiece gguf gguf_vocabulary hub chat files".split()
+        for page in "vocabulary pieces gguf gguf_vocabulary hub chat files".split()
     },
     "eagle": {"checkpoint.load"},
     "exercise": {"app.shell"},

@@ -14,7 +14,7 @@ import grammar
 import settings
 from app import asgi, connections, openai, server
 from app.flags import generate_flags, server_flags
-from checkpoint import bytelevel, sandbox
+from checkpoint import sandbox
 from conftest import FOLDERS, PAGES, ROOT, program
 from exercise import exercise_flags
 from test_house import ENGINE, ORDER, nodes, tree
@@ -83,8 +83,7 @@ def test_the_table_of_bounds_is_that_of_the_code():
         [server.MAX_COMPILING, server.COMPILE_SECONDS],
         [grammar.LIMITS["step_max_items"], 1000 * grammar.SLOW_MASK, 1000 * grammar.SLOW_STEP],
         [grammar.REMEMBERED],
-        [sandbox.SECONDS, sandbox.MEMORY / 2**20, sandbox.LONGEST],
-        [bytelevel.PATTERN_SECONDS],
+        [sandbox.SECONDS, sandbox.LONGEST],
         [server.MAX_WATCHERS],
     ]
 

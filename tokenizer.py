@@ -1,37 +1,32 @@
-"""Text to tokens and back, token for token as Hugging Face's `tokenizers` does it.
-
-This page has byte-level BPE; spm.py has SentencePiece's BPE, for Llama 2.
+"""Text to tokens and back, by Hugging Face's package `tokenizers`.
 
     "The cat's"  →  The| cat|'s  →  bytes of each piece  →  merge neighbours  →  ids
 
-Regular expressions, one after the other, cut a text into pieces: words, numbers, runs of spaces. A
-piece is spelled out in UTF-8 bytes. Then, again and again, the pair of neighbours that stands first
-in the list of merges (checkpoint/bytelevel.py) becomes one token (Sennrich et al. 2016; bytes as
-the alphabet: Radford et al. 2019). tiktoken does the merging.
+Regular expressions cut a text into pieces: words, numbers, runs of spaces. A piece is spelled out
+in UTF-8 bytes (Llama 3), or in characters with a ▁ for each space (Llama 2). Then, again and again,
+the pair of neighbours that stands first in the list of merges becomes one token (Sennrich et al.
+2016; bytes as the alphabet: Radford et al. 2019; ▁: Kudo & Richardson 2018). train/bpe.py shows
+what a merge is, and how the list is learned.
 
 Invariants:
   - `encode` yields no control token, unless `special` asks for it: text that looks like one is
     spelled out.
   - decode(encode(text)) == text if the vocabulary has all 256 bytes. A byte that it lacks is
-    dropped before merging, as in `tokenizers`, and a lone surrogate becomes U+FFFD. (SentencePiece
-    cannot tell a ▁ from a space; Qwen's texts come back in Unicode's normal form C. Some files ask
-    for less: white space beside some added tokens, or what a pattern does not match, is left out.)
+    dropped before merging, and a lone surrogate becomes U+FFFD. (SentencePiece cannot tell a ▁
+    from a space; Qwen's texts come back in Unicode's normal form C. Some files ask for less: white
+    space beside some added tokens, or what a pattern does not match, is left out.)
   - The pieces of an `IncrementalDecoder` and what `finish` returns, joined, are the decoded text.
 
-Chat templates are in checkpoint/chat.py. Not covered: `clean_up_tokenization_spaces`.
+What the files hold is read in checkpoint/vocabulary.py; chat templates are in checkpoint/chat.py.
+Not covered: `clean_up_tokenization_spaces`.
 """
 
 import codecs
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from copy import copy
-from itertools import islice
 from pathlib import Path
-from time import thread_time
 
-import tiktoken
-
-from checkpoint.bytelevel import PATTERN_SECONDS, ByteLevel, read_byte_level
 from checkpoint.chat import (
     ChatTemplate,
     Message,
@@ -39,57 +34,19 @@ from checkpoint.chat import (
     load_template,
     replace_surrogates,
 )
-from checkpoint.files import Json, read_json
+from checkpoint.files import Json
 from checkpoint.gguf import GGUF
 from checkpoint.gguf_vocabulary import read_gguf_vocabulary
 from checkpoint.hub import is_gguf
-from checkpoint.sentencepiece import read_sentencepiece_json, read_sentencepiece_model
+from checkpoint.pieces import read_tokenizer_model
 from checkpoint.vocabulary import (
-    LARGEST_VOCABULARY,
     Finder,
     Vocabulary,
     read_tokenizer_config,
+    read_tokenizer_json,
     reject,
 )
 from errors import TooManyTokens, UserError, brief
-from spm import SentencePieceBPE
-
-LONG_PIECE = 10_000  # bytes; other threads would feel the merging of so long a piece
-
-
-class ByteLevelBPE:
-    """Texts to ids, with the merges of a vocabulary."""
-
-    def __init__(self, merges: ByteLevel) -> None:
-        self.merges = merges
-        # tiktoken has no list of merges: it joins the neighbours whose union has the lowest rank.
-        # With these ranks both are the same (checkpoint/bytelevel.py). The pattern cuts nothing.
-        ranks = {word: rank for rank, word in enumerate(merges.merged)}
-        self._bpe = tiktoken.Encoding(
-            "bpe", pat_str="(?s:.+)", mergeable_ranks=ranks, special_tokens={}
-        )
-        self._ids = list(merges.merged.values())
-        self.missing_bytes = bytes(byte for byte in range(256) if bytes([byte]) not in ranks)
-
-    def encode(self, text: str, is_first: bool, deadline: float) -> Iterator[int]:
-        """The ids of a text without added tokens: cut it into pieces, then merge each.
-        deadline: of the patterns, in `thread_time` (checkpoint/bytelevel.py)."""
-        pieces = [text]
-        for split in self.merges.splits:
-            pieces = [part for piece in pieces for part in split(piece, deadline) if part]
-        for piece in pieces:
-            word = piece.encode(errors="surrogateescape")
-            if word in self.merges.whole_pieces:  # some models do not merge these
-                yield self.merges.whole_pieces[word]
-                continue
-            if self.missing_bytes:
-                word = word.translate(None, self.missing_bytes)
-            if not word:  # tiktoken panics on b"", and on a missing byte
-                continue
-            merge = self._bpe._encode_single_piece
-            if len(word) > LONG_PIECE:
-                merge = self._bpe._encode_bytes  # without the GIL
-            yield from [self._ids[rank] for rank in merge(word)]
 
 
 class IncrementalDecoder:
@@ -130,10 +87,7 @@ class Tokenizer:
         self._finder = Finder(vocabulary.added, vocabulary.swallows)
         self.whole = self.specials | vocabulary.added  # tokens that are found, not merged
         self.eos_token_id = self.whole.get(vocabulary.named.get("eos_token"))
-        is_byte_level = isinstance(vocabulary.merges, ByteLevel)
-        bpe = ByteLevelBPE if is_byte_level else SentencePieceBPE
-        self._bpe = bpe(vocabulary.merges)
-        self.missing_bytes = self._bpe.missing_bytes
+        self.missing_bytes = vocabulary.missing_bytes
         self.chat_template = template
         self.tool_template = tool_template or template
         self._templates = {
@@ -192,42 +146,30 @@ class Tokenizer:
         """The tokens of a plain text. A control token in it is spelled out like any other text,
         unless `special`.
 
-        is_first: nothing comes before this text; some models then put a space before it.
-        most: TooManyTokens is raised as soon as the text is known to have more.
+        is_first: nothing comes before this text; some models then put a space before it. most: of
+        a longer text not all is read: UserError.
         """
-        ids = []
-        encode = self._encoder(most)
         # "Added" are tokens that are found before a text is cut (here without control tokens). The
         # split keeps them: text, token, text, …
         added = self.whole if special else self._vocabulary.added
         finder = Finder(added, self._vocabulary.swallows) if special else self._finder
-        for n, part in enumerate(finder.split(replace_surrogates(text))):
-            if part in added:
-                ids.append(added[part])
-            else:
-                ids += encode(part, is_first and n == 0)
+        parts = finder.split(replace_surrogates(text))
+        return self._join([added.get(part, part) for part in parts], is_first, most)
+
+    def _join(self, parts: list[str | int], is_first: bool, most: int | None) -> list[int]:
+        """The tokens of texts without added tokens, and of tokens between them."""
+        ids = []
+        for n, part in enumerate(parts):
+            if isinstance(part, int):
+                ids.append(part)
+                continue
+            for merged in self._vocabulary.merger.merge(part, is_first and n == 0):
+                ids += merged
+                if most is not None and len(ids) > most:
+                    raise TooManyTokens(
+                        f"at least {most + 1:,} tokens, and at most {most:,} fit: shorten the text"
+                    )
         return ids
-
-    def _encoder(self, most: int | None) -> Callable[[str, bool], list[int]]:
-        """encode(text, is_first) for the parts of one text between added tokens. The parts share
-        the time of the patterns, and `most`."""
-        deadline = thread_time() + PATTERN_SECONDS
-        left = most
-
-        def encode(text: str, is_first: bool) -> list[int]:
-            nonlocal left
-            ids = self._bpe.encode(text, is_first, deadline)
-            if left is None:
-                return [*ids]
-            ids = [*islice(ids, left + 1)]
-            left -= len(ids)
-            if left < 0:
-                raise TooManyTokens(
-                    f"at least {most + 1:,} tokens, and at most {most:,} fit: shorten the text"
-                )
-            return ids
-
-        return encode
 
     def prompt(self, text: str, special: bool = False, most: int | None = None) -> list[int]:
         """The tokens of a text to continue: a begin-of-text, if the model has one and the text does
@@ -261,9 +203,9 @@ class Tokenizer:
             raise UserError(
                 "there is no chat template; use a text, or a folder with a chat_template.jinja"
             )
-        encode = self._encoder(most)
         template = self._templates[source]
-        return template.tokens(messages, add_generation_prompt, encode, enable_thinking, tools)
+        parts = template.parts(messages, add_generation_prompt, enable_thinking, tools)
+        return self._join(parts, True, most)
 
     # ---- Tokens to text
 
@@ -296,11 +238,8 @@ def load_vocabulary(folder: Path, config: Json) -> Vocabulary:
     try:
         if not os.path.lexists(file) and model_file.exists():
             file = model_file
-            return read_sentencepiece_model(file, config)
-        data = read_json(file, LARGEST_VOCABULARY)
-        if data["model"].get("byte_fallback"):
-            return read_sentencepiece_json(file, data, config)
-        return read_byte_level(file, data, config)
+            return read_tokenizer_model(file, config)
+        return read_tokenizer_json(file, config)
     except UserError:
         raise
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:

@@ -18,9 +18,9 @@ Invariants:
   - The last user message is in it: as a text or, for templates that want these, as a list of parts.
     A template that changes it is told; one that leaves it out is refused.
 
-The template is foreign code, which sandbox.py runs: on the messages as they were written, and with
-stand-ins. Both happen twice for a prompt, the second time with another text as the last user
-message; and once more if that is to be a list of parts.
+sandbox.py runs the template: on the messages as they were written; again with stand-ins, if they
+have letters that begin a control token. Only where the last user message might be lost, it runs
+with another text as that message, too, and with contents as lists of parts.
 """
 
 import json
@@ -33,8 +33,8 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint.files import Json, read_bounded
-from checkpoint.inert import stand_ins
-from checkpoint.sandbox import renderer
+from checkpoint.inert import stand_ins, swap
+from checkpoint.sandbox import LONGEST, render
 from checkpoint.vocabulary import Finder, Swallows, Vocabulary
 from errors import UserError, brief
 
@@ -81,7 +81,7 @@ class ChatTemplate:
         known = {text for text in known if text.strip()}  # spaces control nothing
         self._letters = "".join(sorted({text[0] for text in known | vocabulary.special.keys()}))
         marks = stand_ins(self._letters)
-        self._restore = {ord(mark): letter for letter, mark in marks.items()}
+        self._restore = {ord(mark): chr(letter) for letter, mark in marks.items()}
         self.ids = vocabulary.special | vocabulary.added
         for text in vocabulary.added.keys() - known:  # cut out of messages, too
             self.ids[text.translate(marks)] = self.ids[text]
@@ -90,21 +90,18 @@ class ChatTemplate:
         ]
         self._finder = Finder(self.ids, Swallows(*swallows))
         self._fields = {"role", "content"} | (TOOL_FIELDS if "tool_calls" in source else set())
-        self._renderer = renderer()
 
-    def tokens(
+    def parts(
         self,
         messages: list[Message],
         add_generation_prompt: bool,
-        encode: Callable[[str, bool], list[int]],
         enable_thinking: bool | None = None,
         tools: list[Json] | None = None,
-    ) -> list[int]:
-        """The tokens of a conversation.
+    ) -> list[str | int]:
+        """A conversation: texts without control tokens, and tokens between them.
 
-        encode(text, is_first): the tokens of a text without added tokens. enable_thinking: None if
-        the template is to choose. tools: functions that an answer may call, as OpenAI's protocol
-        has them.
+        enable_thinking: None if the template is to choose. tools: functions that an answer may
+        call, as OpenAI's protocol has them.
         """
         options = {"add_generation_prompt": add_generation_prompt, "tools": tools}
         if enable_thinking is not None:
@@ -114,15 +111,11 @@ class ChatTemplate:
                     "the chat template knows no enable_thinking, so thinking cannot be chosen: "
                     "leave it out"
                 )
-        ids = []
         parts = self._finder.split(self._render(messages, options))
-        for n, part in enumerate(parts):
-            if part in self.ids:
-                ids.append(self.ids[part])
-            else:
-                text = replace_surrogates(part.translate(self._restore))
-                ids += encode(text, n == 0)
-        return ids
+        return [
+            self.ids[part] if part in self.ids else replace_surrogates(swap(part, self._restore))
+            for part in parts
+        ]
 
     def _render(self, messages: list[Message], options: Json) -> str:
         """The template's text, with stand-ins in the messages. UserError if the template has no
@@ -131,18 +124,26 @@ class ChatTemplate:
         for n, message in enumerate(messages, 1):
             check_message(n, message, self._fields)
         written = json.dumps([messages, options], ensure_ascii=False)
+        if len(written) > LONGEST:
+            raise UserError(
+                f"the conversation has {len(written):,} characters: it may have {LONGEST:,}"
+            )
         turns, options = json.loads(replace_surrogates(written))
         of_users = [turn for turn in turns if turn["role"] == "user"]
         last = of_users[-1] if of_users else {"content": ""}
         last_text = last["content"].strip()
         text, problem = self._lay_out(turns, str, options)
         others = [turn | {"content": UNUSED} if turn is last else turn for turn in turns]
+        beside = self.source + json.dumps([others, options, self.vocabulary.named])
+        if not problem and json.dumps(last_text)[1:-1] not in beside:
+            if last_text in swap(text, self._restore):
+                return text  # in one layout, most often
         without, _ = self._lay_out(others, str, options)
 
         def has_last(text: str) -> bool:
             """Whether the last user message is in this text: more often than without that message,
             because the template, or another message, may say the same."""
-            counts = [each.translate(self._restore).count(last_text) for each in (text, without)]
+            counts = [swap(each, self._restore).count(last_text) for each in (text, without)]
             return not last_text or counts[0] > counts[1]
 
         if not problem and has_last(text):
@@ -167,7 +168,7 @@ class ChatTemplate:
         and what is wrong. form: makes what the template gets as a content."""
         messages = [turn | {"content": form(turn["content"])} for turn in turns]
         values = {**self.vocabulary.named, "documents": None, **options, "messages": messages}
-        return self._renderer.render(self.source, values, self._letters)
+        return render(self.source, values, self._letters)
 
 
 def parts_of(content: str) -> list[Json]:

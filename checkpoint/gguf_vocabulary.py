@@ -1,4 +1,4 @@
-"""The vocabulary of a GGUF: SentencePiece's or byte-level BPE, from its metadata.
+"""The vocabulary of a GGUF: SentencePiece's or byte-level BPE, rewritten to a tokenizer.json.
 
     tokenizer.ggml.model      "llama": pieces with a score and a kind, as in a tokenizer.model
                               "gpt2": tokens in GPT-2's alphabet, and merges, as in a tokenizer.json
@@ -19,27 +19,16 @@ Not covered, and refused by name: other models and patterns; tokens after a text
 
 from typing import Any, NamedTuple
 
-from checkpoint.bytelevel import (
-    GPT2_SPLIT,
-    LLAMA3_SPLIT,
-    QWEN2_SPLIT,
-    compile_split,
-    make_byte_level,
-    normal_form,
-)
+from checkpoint.files import Json
 from checkpoint.gguf import GGUF
-from checkpoint.sentencepiece import (
-    CONTROL,
-    Piece,
-    Space,
-    index_pieces,
-    vocabulary_of_pieces,
-)
-from checkpoint.vocabulary import TokenTexts, Vocabulary, reject
+from checkpoint.pieces import CONTROL, LLAMA3_SPLIT, Piece, index_pieces, piece_data
+from checkpoint.vocabulary import BYTE_LEVEL, Vocabulary, make_vocabulary, reject
 from errors import UserError
 
 # ---- The patterns
 
+GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+QWEN2_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")  # a digit is a piece
 TEKKEN_SPLIT = (  # Mistral Nemo's, Mistral Small's
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
@@ -69,6 +58,14 @@ class PreTokenizer(NamedTuple):
     keeps_tokens: bool = False  # whether a piece that is a token stays whole (`ignore_merges`)
     begins: bool = False  # whether bos begins a prompt, if the file does not say
     normalizes: bool = False  # to Unicode's normal form C, before the patterns
+
+    def steps(self) -> Json:
+        """The `pre_tokenizer` of a tokenizer.json."""
+        splits = [
+            dict(type="Split", pattern={"Regex": pattern}, behavior="Isolated", invert=False)
+            for pattern in self.patterns
+        ]
+        return dict(type="Sequence", pretokenizers=[*splits, BYTE_LEVEL])
 
 
 LLAMA3 = PreTokenizer([LLAMA3_SPLIT], keeps_tokens=True, begins=True)
@@ -191,10 +188,10 @@ def read_gguf_sentencepiece(gguf: GGUF) -> Vocabulary:
     """A vocabulary of pieces with scores."""
     columns = token_texts(gguf), listed(gguf, "scores"), token_kinds(gguf)
     pieces = [Piece(*row) for row in zip(*columns, strict=True)]
-    has_space = metadata(gguf, "add_space_prefix", True)
-    space = Space("always", True) if has_space else Space("never", False)
+    vocab, entries = index_pieces(gguf.file, pieces)
+    data = piece_data(pieces, vocab, metadata(gguf, "add_space_prefix", True))
     start = prefix(gguf, True)
-    return vocabulary_of_pieces(gguf.file, pieces, {}, space, start, named_texts(gguf))
+    return make_vocabulary(gguf.file, data, [*entries.values()], start, named_texts(gguf))
 
 
 def read_gguf_byte_level(gguf: GGUF) -> Vocabulary:
@@ -207,15 +204,11 @@ def read_gguf_byte_level(gguf: GGUF) -> Vocabulary:
     rows = zip(token_texts(gguf), kinds, strict=True)
     vocab, entries = index_pieces(gguf.file, [Piece(text, 0.0, kind) for text, kind in rows])
     start = prefix(gguf, pre.begins)
-    splits = [compile_split(gguf.file, pattern) for pattern in pre.patterns]
+    model = dict(vocab=vocab, merges=listed(gguf, "merges"), ignore_merges=pre.keeps_tokens)
+    data = dict(model=model, pre_tokenizer=pre.steps(), decoder=BYTE_LEVEL)
     if pre.normalizes:
-        splits.insert(0, normal_form())
-    return make_byte_level(
-        TokenTexts.of(gguf.file, vocab, [*entries.values()], start, named_texts(gguf)),
-        listed(gguf, "merges"),
-        splits,
-        pre.keeps_tokens,
-    )
+        data["normalizer"] = {"type": "NFC"}
+    return make_vocabulary(gguf.file, data, [*entries.values()], start, named_texts(gguf))
 
 
 def pre_tokenizer(gguf: GGUF) -> PreTokenizer:

@@ -1,115 +1,56 @@
-"""A chat template is a stranger's program: it runs in a process of its own, within bounds.
+"""A chat template is Jinja: it runs in jinja2's sandbox, set up as in transformers.
 
-    here   ── a line of JSON: the template, and what it is given ──►   child
-    here   ◄── a line of JSON: the text, or what is wrong ──           child
-
-In the child, jinja2's sandbox, with the additions of transformers, keeps a template from files and
-from Python's objects. It bounds neither time nor memory (`{{ 'x' * 10**10 }}`). These do:
-
-    processor's time for one text    SECONDS    the kernel ends the child
-    memory of the child              MEMORY     an allocation fails, which ends it
-    characters of one text           LONGEST    the text stays in the child
-
-The user is told which one it was, and the next text has a new child. A child ends with this
-process, however that ends: its input ends then.
-
-Cost: a child starts in 0.1 s, while weights are loaded; then a short chat takes 0.7 ms: the
-template runs four times (chat.py). Not covered: several texts at a time; they wait.
+The sandbox keeps a template from files and from Python's objects. A template comes with the model,
+which the operator chose, so its bounds are simple: processor's time for one text, seen at each turn
+of a loop and each call of a macro (SECONDS), and the characters of the text and of what `*` repeats
+(LONGEST). What one filter allocates is not bounded.
 """
 
-import atexit
 import json
 import re
-import resource
-import signal
-import sys
 from collections.abc import Iterable
-from contextlib import suppress
 from datetime import datetime
-from functools import cache, lru_cache
-from pathlib import Path
-from subprocess import DEVNULL, PIPE, Popen
-from threading import Lock
+from functools import lru_cache
+from time import thread_time
 from typing import TYPE_CHECKING, Any
 
-from checkpoint.inert import Inert, inert, stand_ins
+from checkpoint.inert import Inert, inert, stand_ins, swap
 
 if TYPE_CHECKING:
     import jinja2
 
 SECONDS = 2.0
-MEMORY = 2**30  # bytes
 LONGEST = 2**22  # characters
-OUT_OF_MEMORY = 3  # an exit status
-
-
-# ---- Here
-
-
-class Renderer:
-    """Renders templates in a child, for all threads."""
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._start()
-        atexit.register(self._end)
-
-    def _start(self) -> None:
-        self._child = Popen(
-            [sys.executable, "-m", "checkpoint.sandbox"],
-            stdin=PIPE,
-            stdout=PIPE,
-            stderr=DEVNULL,
-            text=True,
-            cwd=Path(__file__).parents[1],
-            start_new_session=True,  # Ctrl-C is for this process
-        )
-
-    def _end(self) -> int:
-        """End the child -> its status."""
-        with suppress(BrokenPipeError), self._child:  # closes the pipes, and waits
-            self._child.kill()
-        return self._child.returncode
-
-    def render(self, source: str, values: dict[str, Any], letters: str = "") -> tuple[str, str]:
-        """The text, or else what is wrong. letters: those that have a stand-in wherever they come
-        from OF_CLIENTS (inert.py)."""
-        request = json.dumps([SECONDS, source, values, letters])
-        with self._lock:
-            if self._child.poll() is not None:  # somebody ended it
-                self._start()
-            try:
-                print(request, file=self._child.stdin, flush=True)
-                return json.loads(self._child.stdout.readline())
-            except BaseException as error:  # after Ctrl-C, too: the next text would be this one's
-                status = self._end()
-                if not isinstance(error, (BrokenPipeError, ValueError)):
-                    raise
-        problems = {
-            -signal.SIGPROF: f"it computes for more than {SECONDS} s",
-            OUT_OF_MEMORY: f"it needs more than {MEMORY // 2**20} MiB of memory",
-        }
-        return "", problems.get(status, f"its process ended with status {status}")
-
-
-@cache
-def renderer() -> Renderer:
-    """The one of this process."""
-    return Renderer()
-
-
-# ---- In the child
-
 
 OF_CLIENTS = {"messages", "tools"}  # values whose texts are anybody's
 GENERATION = re.compile(r"(\{%[-+]?\s*(?:end)?)generation(\s*[-+]?%\})")
 
 
-@lru_cache(2)
+@lru_cache(4)
 def compiled(source: str, letters: str) -> "jinja2.Template":
-    """A template in jinja2's sandbox, as transformers sets it up. {% generation %}, which marks for
-    training what an assistant says, is a block with variables of its own, as {% with %} is."""
+    """A template that calls `tick` at each turn of a loop. {% generation %}, which marks for
+    training what an assistant says, is a block with variables of its own, as {% with %} is.
+    letters: those that have a stand-in wherever they come from OF_CLIENTS (inert.py)."""
     import jinja2.sandbox  # 0.1 s, which nobody else needs
+    from jinja2 import nodes
+
+    class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+        intercepted_binops = frozenset({"*", "**"})
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            if operator == "**" and right > 1000:
+                raise OverflowError(f"{left} ** {right} is too large")
+            for repeated, times in ((left, right), (right, left)):
+                if hasattr(repeated, "__len__") and len(repeated) * times > LONGEST:
+                    raise OverflowError(f"a text or a list is repeated to more than {LONGEST:,}")
+            return super().call_binop(context, operator, left, right)
+
+        def _parse(self, *args: Any) -> nodes.Template:
+            tree = super()._parse(*args)
+            for node in tree.find_all((nodes.For, nodes.Macro)):
+                tick = nodes.Call(nodes.Name("tick", "load"), [], [], None, None)
+                node.body.insert(0, nodes.ExprStmt(tick))
+            return tree
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
@@ -117,7 +58,7 @@ def compiled(source: str, letters: str) -> "jinja2.Template":
     def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    environment = Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = to_json
@@ -134,39 +75,38 @@ def compiled(source: str, letters: str) -> "jinja2.Template":
     return template
 
 
-def rendered(source: str, values: dict[str, Any], letters: str) -> tuple[str, str]:
-    """What `Renderer.render` returns."""
+def lay_out(source: str, values: dict[str, Any], letters: str = "") -> str:
+    """The text of a template. Whatever is wrong raises an Exception."""
+    ends = thread_time() + SECONDS
+
+    def tick() -> None:
+        if thread_time() > ends:
+            raise TimeoutError(f"it computes for more than {SECONDS} s")
+
+    pieces = []
+    size = 0
+    for piece in compiled(source, letters).generate(values, tick=tick):
+        size += len(piece)
+        if size > LONGEST:
+            raise OverflowError(f"its text has more than {LONGEST:,} characters")
+        pieces.append(piece)
+    return "".join(pieces)
+
+
+def render(source: str, values: dict[str, Any], letters: str = "") -> tuple[str, str]:
+    """The text, and an empty string; or an empty text, and what is wrong."""
     try:
-        text = compiled(source, "").render(**values)
-        if letters:
+        text = lay_out(source, values)
+        given = json.dumps([values.get(name) for name in OF_CLIENTS], ensure_ascii=False)
+        if {*letters} & {*given}:
             marks = stand_ins(letters)
-            written = text.translate(marks)
-            values |= {name: inert(values[name], marks) for name in OF_CLIENTS & values.keys()}
-            text = compiled(source, letters).render(**values)
-            if text.translate(marks) != written:
+            written = swap(text, marks)
+            values = values | {
+                name: inert(values[name], marks) for name in OF_CLIENTS & values.keys()
+            }
+            text = lay_out(source, values, letters)
+            if swap(text, marks) != written:
                 return "", "what it does with a control token in a message is not followed here"
-    except MemoryError:
-        raise
     except Exception as error:  # a template is foreign code: it may raise anything
         return "", f"{type(error).__name__}: {error}"[:LONGEST]
-    if len(text) > LONGEST:
-        return "", f"its text has {len(text):,} characters; at most {LONGEST:,} make sense"
     return text, ""
-
-
-def main() -> None:
-    with suppress(ValueError):  # where a lower limit holds
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    try:
-        for request in sys.stdin:
-            seconds, *asked = json.loads(request)
-            signal.setitimer(signal.ITIMER_PROF, seconds)  # then comes SIGPROF, which ends it
-            answer = json.dumps(rendered(*asked))
-            signal.setitimer(signal.ITIMER_PROF, 0)
-            print(answer, flush=True)
-    except MemoryError:
-        sys.exit(OUT_OF_MEMORY)
-
-
-if __name__ == "__main__":
-    main()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoint.chat import ChatTemplate, load_template
-from checkpoint.sandbox import renderer
+from checkpoint.sandbox import render
 from checkpoint.vocabulary import Finder, Vocabulary
 from errors import UserError
 
@@ -29,9 +29,17 @@ def encode(text: str, is_first: bool = True) -> list[int]:
     return list(text.encode())
 
 
-def template_of(file, source: str, added: dict[str, int] = {}, **named: str) -> ChatTemplate:
-    vocabulary = Vocabulary(file, {}, CONTROLS, added=added, prefix=[], named=named, merges=None)
-    return ChatTemplate(vocabulary, source)
+class Template(ChatTemplate):
+    def tokens(self, messages, more, encode, *args, **how) -> list[int]:
+        ids = []
+        for n, part in enumerate(self.parts(messages, more, *args, **how)):
+            ids += [part] if isinstance(part, int) else encode(part, n == 0)
+        return ids
+
+
+def template_of(file, source: str, added: dict[str, int] = {}, **named: str) -> Template:
+    vocabulary = Vocabulary(file, {}, CONTROLS, added=added, prefix=[], named=named, merger=None)
+    return Template(vocabulary, source)
 
 
 def layout(tmp_path, source: str, *messages: tuple[str, str], more=False, **named) -> list[int]:
@@ -180,7 +188,7 @@ def test_no_decision_of_a_template_changes(name, has_system, contents, more):
     roles = ["system"] * has_system + ["user", "assistant"] * 2
     conversation = [dict(role=role, content=text) for role, text in zip(roles, contents)]
     values = dict(bos="<|start|>", messages=conversation, add_generation_prompt=more)
-    wanted, problem = renderer().render(source, values)
+    wanted, problem = render(source, values)
     template = template_of(None, source, MORE, bos="<|start|>")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a user's message may be cut
@@ -188,7 +196,7 @@ def test_no_decision_of_a_template_changes(name, has_system, contents, more):
     assert not problem and spelled(ids) == wanted
     known = Finder([*CONTROLS, *(text for text in MORE if text in source)])
     letters = "".join({letter for text in contents for letter in text if letter.strip()})
-    marked, _ = renderer().render(source, values, letters)  # each letter of a message
+    marked, _ = render(source, values, letters)  # each letter of a message
     of_template = known.split(marked)[1::2]
     assert [text for text in controls_in(ids) if known.token_at(text, 0)] == of_template
 
@@ -301,7 +309,7 @@ def test_control_tokens_may_begin_with_a_thousand_letters():
     vocabulary = replace(template_of(None, "").vocabulary, special=dict.fromkeys(letters, 1004))
     text = letters[0] + letters[1100]
     turns = [{"role": "user", "content": text}]
-    assert ChatTemplate(vocabulary, TRIMMED).tokens(turns, False, encode) == encode(text)
+    assert Template(vocabulary, TRIMMED).tokens(turns, False, encode) == encode(text)
 
 
 def test_templates_that_fail_are_one_line(tmp_path):
@@ -312,7 +320,7 @@ def test_templates_that_fail_are_one_line(tmp_path):
         ("{{ nobody.x.y }}", "UndefinedError"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
         ("{{ messages.append(1) }}", "SecurityError"),
-        ("{{ messages[0].content * 10**10 }}", "it needs more than 1024 MiB of memory"),
+        ("{{ messages[0].content * 10**10 }}", "is repeated to more than"),
     ):
         with pytest.raises(UserError, match="the chat template fails") as error:
             layout(tmp_path, source, ("user", "<|end|>"))

@@ -24,7 +24,7 @@ def test_answers_are_those_of_the_text_that_was_written(text, part, n):
     for question in QUESTIONS:
         for asked in (part, inert(part, MARKS)):
             got = question(inert(text, MARKS), asked, n)
-            assert all(type(each) in (bool, int, Inert) for each in got)
+            assert not [each for each in got if type(each) is str and {*each} & {*"<["}]
             assert ["".join([each]) if isinstance(each, str) else each for each in got] == [
                 each.translate(MARKS) if isinstance(each, str) else each
                 for each in question(text, part, n)

@@ -142,7 +142,7 @@ def run_the_pages() -> None:
         generate(["Once upon a time", "Lily"], target, **asked, **way)
 
 
-def record() -> dict[str, Any]:
+def new_record() -> dict[str, Any]:
     """What edits.json holds."""
     with calls_of_operations() as calls:
         run_the_pages()
@@ -160,7 +160,7 @@ def record() -> dict[str, Any]:
 
 def main(file: str | Path = RECORD) -> None:
     """file: where the record goes."""
-    text = json.dumps(record(), indent=1)
+    text = json.dumps(new_record(), indent=1)
     Path(file).write_text(text + "\n", encoding="utf-8")
     print(f"{file} is written")
 

@@ -65,8 +65,8 @@ typedef uint16_t ushorts __attribute__((vector_size(2 * LANES), aligned(2)));
 // From a line of the processor's cache on; macOS allocates whole ones.
 INLINE void *allocate(long bytes) { return aligned_alloc(64, (bytes + 63) / 64 * 64); }
 
-// The widest vectors that this was compiled for, and whether this CPU has them: LLAMA_MARCH may name
-// another CPU.
+// The widest vectors that this was compiled for, and whether this CPU has them: LLAMA_MARCH may
+// name another CPU.
 #if defined __AVX512VNNI__
 const char instructions[] = "avx512-vnni";
 long runs_here() { return __builtin_cpu_supports("avx512vnni") != 0; }

@@ -72,7 +72,7 @@ def first_wrong(ops: Ops, put_back: Collection[str] = ()) -> str:
 
 def waves(*shape: int) -> Tensor:
     """Numbers between −1 and 1, no two alike."""
-    n = torch.arange(1.0, 1 + prod(shape))
+    n = torch.arange(1, 1 + prod(shape), dtype=torch.float32)
     x = 2 * (0.618034 * n).frac() - 1
     return x.view(shape)
 
@@ -94,7 +94,7 @@ def weights() -> dict[str, Tensor | Quantized]:
         "8, input 8": eight._replace(input_bits=8),
         "fp8, input 8": kinds["fp8"]._replace(input_bits=8),
         "4, one zero": four._replace(zero=one_zero),
-        "4, fractions": four._replace(zero=four.zero + 0.3),
+        "4, fractions": four._replace(zero=four.zero.float() + 0.3),
         "4, order": four._replace(scale=four.scale.half(), order=backwards),
     }
 
@@ -166,22 +166,23 @@ def sampled(ops: Ops) -> Iterator[Trial]:
     """Probabilities, and what is drawn from them."""
     logits = 4 * waves(9, V)
     logits[1, 5] = -torch.inf
-    temperature = torch.tensor([0.7, 1, 0]).repeat(3)
+    temperature = torch.tensor([0.7, 1, 0], dtype=torch.float32).repeat(3)
     result = ops.probabilities(logits, temperature=temperature)
     probs = PLAIN.probabilities(logits, temperature=temperature)
     yield Trial("softmax", result, probs)
-    top_k = torch.tensor([0, 5, 9]).repeat(3)
+    top_k = torch.tensor([0, 5, 9], dtype=torch.int64).repeat(3)
     filters = dict(top_k=top_k, top_p=0.8, min_p=0.05)
     result = ops.probabilities(logits, **filters)
     yield Trial("filters", result, PLAIN.probabilities(logits, **filters))
     coin = Keyed(torch.arange(9), torch.arange(9))
     yield Trial("pick", ops.pick(probs, coin.streams), coin.pick(probs))
     third = torch.arange(V) // 200
-    q = torch.tensor([0.0035, 0.0015, 0])[third].repeat(99, 3, 1)
+    q = torch.tensor([0.0035, 0.0015, 0], dtype=torch.float32)[third].repeat(99, 3, 1)
     p = q.clone()
-    p[::2] = torch.tensor([0.001, 0.0025, 0.0015])[third]  # the weight of draft 0 counts
+    weighed = torch.tensor([0.001, 0.0025, 0.0015], dtype=torch.float32)
+    p[::2] = weighed[third]  # the weight of draft 0 counts
     q[:, -1] = 0  # after the last draft
-    drafted = torch.zeros(99, 2).long()
+    drafted = torch.zeros(99, 2, dtype=torch.int64)
     drafted[::3, 1] = 599  # which q does not allow
     order = torch.arange(99)
     coin = Keyed(order, order)

@@ -14,7 +14,6 @@ alphabet and the split.
 """
 
 import json
-import math
 import shutil
 import sys
 from collections import Counter, defaultdict
@@ -22,8 +21,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import regex  # tiktoken brings it
+
 from app.shell import new_file
-from checkpoint.bytelevel import GPT2_SPLIT, alphabet, compile_split
+from checkpoint.gguf_vocabulary import GPT2_SPLIT
+from checkpoint.vocabulary import alphabet
 from errors import UserError
 
 END = "<|endoftext|>"
@@ -71,11 +73,9 @@ def learn(texts: Iterable[str], size: int) -> list[Pair]:
 
 def count_pieces(texts: Iterable[str]) -> Counter[str]:
     """How often each piece occurs."""
-    split = compile_split(Path("bpe.py"), GPT2_SPLIT)
     counts = Counter()
     for text in texts:
-        counts.update(split(text, math.inf))
-    del counts[""]
+        counts.update(regex.findall(GPT2_SPLIT, text))
     return counts
 
 
@@ -95,6 +95,19 @@ def merge(tokens: list[bytes], pair: Pair) -> list[bytes]:
             merged.append(tokens[i])
             i += 1
     return merged
+
+
+def merge_text(text: str, merges: list[Pair]) -> list[bytes]:
+    """The tokens of a text: in each piece the neighbours that stand first in the list merge, again
+    and again, until none is left. (tokenizer.py has a package do this.)"""
+    ranks = {pair: rank for rank, pair in enumerate(merges)}
+    tokens = []
+    for piece in regex.findall(GPT2_SPLIT, text):
+        word = spell(piece)
+        while pairs := ranks.keys() & {*zip(word, word[1:])}:
+            word = merge(word, min(pairs, key=ranks.__getitem__))
+        tokens += word
+    return tokens
 
 
 def copy_files(source: Path, folder: Path, names: Iterable[str]) -> None:
@@ -145,13 +158,11 @@ def write_json(file: Path, data: dict[str, Any]) -> None:
 def main(file: str = __file__) -> None:
     """The demonstration: how a text shrinks."""
     text = Path(file).read_text(encoding="utf-8")
-    pieces = [spell(piece) for piece in count_pieces([text]).elements()]
     print(f"{Path(file).name}: {len(text.encode()):,} bytes")
-    for n, pair in enumerate(learn([text], 512), 1):
-        pieces = [merge(piece, pair) for piece in pieces]
-        if n in (1, 16, 64, 256):
-            size = sum(len(piece) for piece in pieces)
-            print(f"{n:5} merges, the last {b''.join(pair)!r}: {size:,} tokens")
+    merges = learn([text], 512)
+    for n in (1, 16, 64, 256):
+        last = b"".join(merges[n - 1])
+        print(f"{n:5} merges, the last {last!r}: {len(merge_text(text, merges[:n])):,} tokens")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import regex
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoint.bytelevel import GPT2_SPLIT
+from checkpoint.gguf_vocabulary import GPT2_SPLIT
 from tokenizer import Tokenizer
 from train import bpe
 from train.bpe import END, Pair, learn, merge, save_tokenizer
@@ -42,6 +42,14 @@ def test_merges_are_those_of_counting_anew_each_time(texts: list[str], size: int
 def test_merge_goes_from_the_left() -> None:
     assert merge([b"a", b"a", b"a"], (b"a", b"a")) == [b"aa", b"a"]
     assert merge([b"a", b"b", b"a", b"b", b"b"], (b"a", b"b")) == [b"ab", b"ab", b"b"]
+
+
+@given(TEXTS, st.text("ab c'sé1\n", max_size=40))
+def test_tokens_are_those_of_the_package(tmp_path, texts: list[str], text: str) -> None:
+    merges = learn(texts, 290)
+    save_tokenizer(tmp_path, merges)
+    tok = Tokenizer.load(tmp_path)
+    assert [tok.token_bytes(id) for id in tok.encode(text)] == bpe.merge_text(text, merges)
 
 
 def test_the_files_are_a_tokenizer_with_every_byte(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """SentencePiece's BPE against its definition, from each of its files; where a space belongs."""
 
+import base64
 import json
 import random
 import re
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoint.sentencepiece import SPACE
+from checkpoint.vocabulary import SPACE
 from errors import UserError
 from tokenizer import Tokenizer
 
@@ -343,6 +344,23 @@ def test_a_reply_has_no_space_of_its_own(loaded):
         assert streamed == tok.decode(ids, continues=continues) == " " * continues + "the  cat"
 
 
+def test_tiktokens_ranks_are_llama_3s_tokens(tmp_path):
+    """With the control tokens that tokenizer_config.json names."""
+    words = [bytes([byte]) for byte in range(256)] + [b"th", b"the", b" c", b" cat", b"12"]
+    lines = [b"%s %d\n" % (base64.b64encode(word), rank) for rank, word in enumerate(words)]
+    named = {"300": dict(content="<|begin|>", special=True), "301": dict(content="<t>")}
+    config = dict(added_tokens_decoder=named, bos_token="<|begin|>")
+    tok = load(tmp_path, b"".join(lines), **config)
+    text = "the cat 1234<|begin|><t>é\n"
+    spelled = [words.index(word) for word in (b"the", b" cat", b" ", b"12")] + [*b"34<|begin|>"]
+    assert tok.prompt(text) == [300, *spelled[:4], *b"3", *b"4<|begin|>", 301, *"é\n".encode()]
+    assert tok.decode(tok.prompt(text)) == text and tok.specials == {"<|begin|>": 300}
+    without = load(tmp_path, b"".join(lines), **config, add_bos_token=False)
+    assert without.prompt(text) == tok.encode(text)
+    with pytest.raises(UserError, match="tokenizer.model: it lacks 1 of the 256 bytes"):
+        load(tmp_path, b"".join(lines[1:]), **config)
+
+
 # ---- What is refused
 
 
@@ -352,21 +370,21 @@ def metaspace(**how: str) -> dict[str, Any]:
 
 REFUSED_JSON: list[tuple[dict[str, Any], str]] = [
     (dict(type="Unigram"), "Unigram"),
-    (dict(ignore_merges=True), "ignore_merges"),
     (dict(dropout=0.1), "dropout"),
     (dict(continuing_subword_prefix="##"), "continuing_subword_prefix"),
     (dict(end_of_word_suffix="</w>"), "end_of_word_suffix"),
     (dict(merges=["a b c"]), "merge 0 is 'a b c'"),
     (dict(merges=["a 语"]), "merge 0 is 'a 语'"),
-    (dict(vocab={text: id for text, id in vocabulary().items() if text != "<0x41>"}), "1 of the"),
+    (
+        dict(vocab={text: id for text, id in vocabulary().items() if text != "<0x41>"}),
+        "256 bytes 1 are no token",
+    ),
     (dict(vocab=3), "not laid out"),
 ]
 REFUSED_TOP: list[tuple[dict[str, Any], str]] = [
-    (dict(normalizer={"type": "NFC"}), "NFC"),
-    (dict(pre_tokenizer={"type": "Whitespace"}), "Whitespace"),
-    (metaspace(replacement="_"), "Metaspace"),
-    (metaspace(replacement=SPACE, prepend_scheme="x"), "or Metaspace"),
-    (dict(decoder={"type": "ByteLevel"}), "ByteLevel"),
+    (dict(normalizer={"type": "?"}), "the package tokenizers refuses it"),
+    (metaspace(replacement=SPACE, prepend_scheme="x"), "the package tokenizers refuses it"),
+    (dict(decoder={"type": "ByteLevel"}), "of the 256 bytes"),
     (dict(decoder=None), "its decoder is null"),
     (dict(post_processor={"type": "BertProcessing"}), "BertProcessing"),
     (dict(added_tokens=[dict(id=900, content="x", normalized=True)]), "normalized text"),
@@ -380,7 +398,7 @@ REFUSED_MODEL: list[tuple[bytes, str]] = [
     (tokenizer_model() + field(1, field(1, b"the") + field(3, 1)), "there twice"),
     (tokenizer_model() + field(1, field(1, b"zz") + field(3, 5)), "unused"),
     (tokenizer_model()[:-1], "cut off"),
-    (b"aGVsbG8= 0\nIQ== 1\n", "it is tiktoken's list of ranks, as Llama 3 has it"),
+    (b"aGVsbG8= 0\nIQ== 1\n", "tiktoken's list of ranks, which has no control tokens"),
     (b"", "not SentencePiece's"),
 ]
 
