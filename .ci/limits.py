@@ -72,9 +72,9 @@ LIMITS = [
     Limit("bits", "NF4 over INT4", -1, most=1.0),
     Limit("bits", "bytes of NF4 over INT4", 0, most=1.0),
     Limit("bits", "saved by gptq", 0.5),  # of what rounding to 4 bits loses
-    Limit("bits", "16 bits, 8", -1, most=0.0001),
-    Limit("bits", "16 bits, 8/4", -1, most=0.004),
-    Limit("bits", "16 bits, 4", -1, most=0.006),
+    Limit("bits", "16 bits, 8", -1, most=0.00006),
+    Limit("bits", "16 bits, 8/4", -1, most=0.003),
+    Limit("bits", "16 bits, 4", -1, most=0.005),
     Limit("calibrated", "saved by awq", 0.2),
     Limit("calibrated", "saved by gptq", 0.5),
     Limit("calibrated", "saved by awq+gptq", 0.5),
