@@ -107,6 +107,8 @@ class Llama:
         self.vocab_rows = shard.vocab_size
         self.config = replace(shard, vocab_size=config.vocab_size)
         C = config.hidden_size
+        rows = 2 * (shard.query_size + shard.kv_size) + 3 * shard.intermediate_size
+        self.even_context = C * rows // (2 * shard.query_size)  # C₀ of `price`
         self.embed = self._embedding()
         self.layers = [self._layer(i) for i in range(config.num_hidden_layers)]
         self.norm = self._empty(C)
@@ -224,10 +226,7 @@ class Llama:
         and 4 · H · D for each key, in every layer. At most 8: chunks of very few tokens would not
         be faster, because a pass reads all keys for them, too.
         """
-        c = self.config
-        rows = 2 * (c.query_size + c.kv_size) + 3 * c.intermediate_size
-        even = c.hidden_size * rows // (2 * c.query_size)
-        return min(8, 1 + context // even)
+        return min(8, 1 + context // self.even_context)
 
     # ---- The weights
 

@@ -126,7 +126,9 @@ def between_products(ops: Ops) -> Iterator[Trial]:
         yield Trial("RMSNorm", torch.cat(result), torch.cat(wanted))
     gate_up = Linear(waves(2 * K, 2 * D))
     packed = ops.pack_weight(gate_up, x.dtype)
-    yield Trial("SwiGLU", ops.swiglu(x, packed), PLAIN.swiglu(x, gate_up))
+    result = ops.swiglu(x, packed)
+    wanted = PLAIN.swiglu(x, gate_up)
+    yield Trial("SwiGLU", result, wanted)
 
 
 def attentions(ops: Ops) -> Iterator[Trial]:
@@ -173,19 +175,21 @@ def sampled(ops: Ops) -> Iterator[Trial]:
     top_k = torch.tensor([0, 5, 9], dtype=torch.int64).repeat(3)
     filters = dict(top_k=top_k, top_p=0.8, min_p=0.05)
     result = ops.probabilities(logits, **filters)
-    yield Trial("filters", result, PLAIN.probabilities(logits, **filters))
+    wanted = PLAIN.probabilities(logits, **filters)
+    yield Trial("filters", result, wanted)
     coin = Keyed(torch.arange(9), torch.arange(9))
-    yield Trial("pick", ops.pick(probs, coin.streams), coin.pick(probs))
+    picked = ops.pick(probs, coin.streams)
+    wanted = coin.pick(probs)
+    yield Trial("pick", picked, wanted)
     third = torch.arange(V) // 200
     q = torch.tensor([0.0035, 0.0015, 0], dtype=torch.float32)[third].repeat(99, 3, 1)
     p = q.clone()
-    weighed = torch.tensor([0.001, 0.0025, 0.0015], dtype=torch.float32)
-    p[::2] = weighed[third]  # the weight of draft 0 counts
+    lighter = torch.tensor([0.001, 0.0025, 0.0015], dtype=torch.float32)
+    p[::2] = lighter[third]  # the weight of draft 0 counts
     q[:, -1] = 0  # after the last draft
     drafted = torch.zeros(99, 2, dtype=torch.int64)
     drafted[::3, 1] = 599  # which q does not allow
-    order = torch.arange(99)
-    coin = Keyed(order, order)
+    coin = Keyed(torch.arange(99), torch.arange(99))
     result = ops.verify_block(p, q, drafted, coin)
     wanted = verify_block(p, q, drafted, coin)
     yield Trial("verify", torch.cat(result), torch.cat(wanted))

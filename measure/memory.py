@@ -77,7 +77,7 @@ def waste(effort: Effort) -> list[Row]:
 def memory_use(cache: KVCache | PagedCache, requests: list[Request]) -> dict[str, float]:
     """The mean number of running texts while others wait, and the mean share of their memory that
     holds no token."""
-    batcher = Batcher(ModelRunner(BlankModel(), cache, Drawing(2)), len(requests))
+    batcher = Batcher(ModelRunner(BlankModel(), cache, Drawing(4000)), len(requests))
     for request in requests:
         batcher.add(request)
     num_running = []

@@ -219,7 +219,7 @@ def against(name: str, target: str, gguf: str | None, effort: Effort) -> Rows:
 def long_work(peer: Contestant, config: Config) -> Iterator[tuple[str, Prompts, int]]:
     """Long prompts, of which a token is wanted; and texts together, if the peer can."""
     generators = map(random.Random, range(TOGETHER))
-    texts = [generator.choices(range(1000), k=TOGETHER_LENGTH) for generator in generators]
+    texts = [generator.choices(range(250), k=TOGETHER_LENGTH) for generator in generators]
     for n in PROMPTS:
         if n < config.max_position_embeddings:
             yield f"prompt{n}", [(texts[0] * n)[:n]], 1
