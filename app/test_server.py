@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack, contextmanager
@@ -1188,18 +1189,26 @@ def test_large_bodies_hold_up_nobody(tmp_path):
     flags = ["--target", str(tmp_path), "--kv-memory", "100000000", "--max-batch", "2"]
     with running(*flags) as (process, port), ThreadPoolExecutor(6) as threads:
 
+        def now() -> tuple[float, float]:
+            """By the clock, and of processors: another program may have them, and the server's
+            threads may have both."""
+            return time.perf_counter(), seconds_of(process)
+
+        def between(earlier: tuple[float, float], later: tuple[float, float]) -> float:
+            return min(end - begin for begin, end in zip(earlier, later))
+
         def longest(lines: Iterable[Any]) -> float:
             """The longest time between two lines."""
-            times = [seconds_of(process) for _ in lines]
-            return max(later - earlier for earlier, later in pairwise(times))
+            return max(between(*pair) for pair in pairwise([now() for _ in lines]))
 
         for path, body in kinds:
             large = [threads.submit(opened, port, path, **body) for _ in range(6)]
             while not all(future.done() for future in large):
-                begun = seconds_of(process)
+                begun = now()
                 for small_path, small_body in small:
                     assert opened(port, small_path, **small_body, max_tokens=1).status == 200
-                assert seconds_of(process) - begun < 2 * 0.5
+                # One call of C reads all lists of a body, and nothing else runs meanwhile.
+                assert between(begun, now()) < 2 * (1.0 if "metadata" in body else 0.5)
                 stream = opened(port, prompt=PROMPT, max_tokens=60, stream=True, ignore_eos=True)
                 assert longest(stream) < 0.3
             for future in large:
