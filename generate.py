@@ -54,7 +54,7 @@ from paged import PagedCache, paged_caches
 from quant import Kind, widths
 from request import Message, OutputStream, Request, Result, RoundStats, Settings
 from runner import ModelRunner
-from sampling import Keyed, probabilities
+from sampling import Keyed, check_finite, probabilities
 from settings import SETTINGS, Options, check_known, refuse_value
 from speculative import Drawing
 from tokenizer import Tokenizer
@@ -78,7 +78,7 @@ def plain_loop(model: Model, request: Request, use_cache: bool = True) -> Iterat
         metadata = cache.extend([(seq, new)]) if use_cache else None
         logits = llama(send(new, llama.device), metadata, slice(-1, None))  # [1, V]
         known = logits[:, : model.tokenizer.vocab_size]  # some models have more rows: padding
-        probs = probabilities(known, *filters)
+        probs = probabilities(check_finite(known), *filters)
         # The random numbers of this seed and position (sampling.py).
         coin = Keyed(send([settings.seed], llama.device), send([len(tokens)], llama.device))
         (token,) = coin.pick(probs).tolist()
