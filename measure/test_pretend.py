@@ -38,7 +38,6 @@ CASES = {
     "INT4": ["--bits", "4"],
     "NF4": ["--bits", "nf4"],
     "its own draft": ["--draft", "self", "--gamma", "2", "--kv-bits", "4"],
-    "without a cache": ["--no-cache"],
     "float64": ["--dtype", "float64"],
 }
 SMOKED = (("16 bits", "8/4"), ("INT4", "16"), ("sampling", "all filters"))
