@@ -266,18 +266,18 @@ class Struct(ctypes.Structure):
     def set(self, **fields: Any) -> None:
         for name, value in fields.items():
             kind, dtypes = self.declared[name]
-            if isinstance(value, Tensor):
-                value = address(value, dtypes)
-            elif kind is POINTER and value is not None:
-                value = ctypes.addressof(value)
-            setattr(self, name, value)
+            setattr(self, name, address(value, dtypes) if kind is POINTER else value)
 
 
-def address(x: Tensor, dtypes: tuple[torch.dtype, ...]) -> int:
-    """Where C finds the numbers of x. dtypes: those that C declares.
+def address(
+    x: Tensor | Struct | ctypes.Array[Any] | None, dtypes: tuple[torch.dtype, ...]
+) -> int | None:
+    """Where C finds x; None is NULL. dtypes: those that C declares there for tensors.
 
     TypeError for another dtype, and for numbers that do not lie side by side in memory.
     """
+    if not isinstance(x, Tensor):
+        return None if x is None else ctypes.addressof(x)
     if x.dtype not in dtypes or not x.is_contiguous():
         raise TypeError(f"C wants {dtypes}, contiguous: {x.dtype} with strides {x.stride()}")
     return x.data_ptr()
