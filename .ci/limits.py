@@ -45,12 +45,12 @@ Figures = dict[str, float]
 GAMMAS = (1, 2, 3, 4, 6, 8)
 WIDTHS_OF_STEPS = ("INT8", "INT4")
 STEPS = {  # tokens before, new tokens -> how many times as fast as float32 these are at least
-    (PAST, 1): (1.8, 2.3),
-    (PAST, 5): (1.8, 1.8),
-    (PAST, 16): (1.2, 1.1),
-    (PAST, 64): (0.9, 0.88),
-    (0, 20): (0.9, 0.88),
-    (0, 128): (0.9, 0.88),
+    (PAST, 1): (1.7, 2.0),
+    (PAST, 5): (1.2, 1.1),
+    (PAST, 16): (1.0, 0.9),
+    (PAST, 64): (0.8, 0.75),
+    (0, 20): (0.8, 0.75),
+    (0, 128): (0.8, 0.75),
 }
 
 
