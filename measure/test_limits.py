@@ -41,7 +41,7 @@ def test_a_figure_beyond_its_limit_ends_the_program(
 
 
 def test_limits_of_steps_are_near_what_was_measured(limits):
-    """A real model's steps in fewer bits hold them on every CPU; four times as slow, they would not."""
+    """A real model's steps hold them on every CPU; four times as slow, they would not."""
     num_seen = 0
     for path in (ROOT / "results").glob("*.json"):
         rows = json.loads(path.read_text(encoding="utf-8")).get("steps", {})
