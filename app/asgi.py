@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeVar
 
 import anyio
@@ -31,39 +32,30 @@ EVENTS = {
 DONE = b"data: [DONE]\n\n"
 
 
+@dataclass(eq=False)
 class HttpError(Exception):
     """An answer that is an error, with the fields that OpenAI's clients read."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        kind: str = "invalid_request_error",
-        param: str | None = None,
-        code: str | None = None,
-        headers: Headers | None = None,
-    ):
-        super().__init__(message)
-        self.status = status
-        self.kind = kind
-        self.param = param
-        self.code = code
-        self.headers = headers
+    status: int
+    message: str
+    _: KW_ONLY
+    type: str = "invalid_request_error"
+    param: str | None = None
+    code: str | None = None
+    headers: Headers | None = None
+
+    def __str__(self) -> str:
+        return self.message
 
     def to_dict(self) -> dict[str, Any]:
-        fields = {
-            "message": str(self),
-            "type": self.kind,
-            "param": self.param,
-            "code": self.code,
-        }
-        return {"error": fields}
+        names = ("message", "type", "param", "code")
+        return {"error": {name: getattr(self, name) for name in names}}
 
 
 # ---- The request
 
 
-class Body:
+class Upload:
     """A request's body: it comes, and then it waits to be read."""
 
     def __init__(self) -> None:

@@ -1,43 +1,43 @@
-"""The fields of a request: a closed list for each of its objects.
+"""The bodies of requests: a closed list of fields for each of their objects.
 
 Clients send what other servers understand. A field that changes the text there must not be dropped
 here without a word. So a field is of one of four kinds:
 
-    honoured   `app/openai.py` reads it
+    honoured   it is a field of a class on this page, and `app/openai.py` does what it asks
     neutral    it has a value that asks for nothing, such as a penalty of 0: clients send all of
                their samplers, those that are switched off, too
     harmless   it changes no text: a label, a cache, or a detail of what is refused anyway
     refused    every other field, and every other value: an error names it
 
 null is as if the field were left out. ALIASES are second names of a field, for which other servers
-take one or the other.
+take one or the other. The settings of sampling are honoured in both bodies; settings.py has their
+names and checks.
 
 The names come from the request models of OpenAI, vLLM, llama.cpp's server and SillyTavern
 (test_fields.py has all of them), and from clients that others have reported.
 """
 
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from app.asgi import HttpError
+from checkpoint.files import parse_json
 from errors import brief, nearest
-from settings import SETTINGS
+from settings import MAX_LOGPROBS, SETTINGS
 
-Body = dict[str, Any]  # of a request or an answer: a JSON object
-# The fields that are honoured: in both paths, in each of them, and in a message.
-BOTH = """
-    model n seed stop max_tokens max_completion_tokens stop_token_ids ignore_eos logprobs stream
-    stream_options response_format json_schema structured_outputs origins
-"""
-TOOLS = {"tools", "tool_choice", "parallel_tool_calls"}
-CHAT = {*SETTINGS, *BOTH.split(), "messages", "top_logprobs", "chat_template_kwargs", *TOOLS}
-COMPLETION = {*SETTINGS, *BOTH.split(), "prompt", "echo", "add_special_tokens", "special"}
-# All but role and content are labels that clients put there.
-MESSAGE = set("role content id opts agent model messageId traceId timestamp usage parsed".split())
-MESSAGE_WITH_TOOLS = {  # by its role, if the model can call functions
-    "assistant": {*MESSAGE, "tool_calls"},
-    "tool": {*MESSAGE, "tool_call_id", "name"},
-}
+FUNCTION_NAME = "[a-zA-Z0-9_-]{1,64}"  # OpenAI's rule
+MAX_BRACKETS = 2**18  # of lists and objects: while Python makes them, no other thread runs
 ALIASES = {
     "max_new_tokens": "max_tokens",
     "n_cmpl": "n",
@@ -109,19 +109,245 @@ HARMLESS = set(
 )
 
 
-def check_listed(given: Body, honoured: Collection[str], where: str = "") -> None:
-    """HttpError that names the first field that is refused. where: the path to the object, which
-    ends with a dot."""
-    for name, value in given.items():
-        is_known = name in honoured or name in HARMLESS
-        if is_known or value is None or value in NEUTRAL.get(name, ()):
-            continue
-        path = brief(where + name, 100)
-        guess = "" if name in NEUTRAL else nearest(name, sorted(honoured))  # a typo
-        raise HttpError(400, f"{path} is not done here: leave it out{guess}", param=path)
+T = TypeVar("T")
+List = Annotated[list[T], FailFast()]  # the first error will do: there may be many
 
 
-def without_aliases(body: Body) -> Body:
+# ---- Objects -----------------------------------------------------------------------------------
+
+
+class Listed(BaseModel):
+    """An object with a closed list of fields: those of its class, and `others`. Clients put labels
+    there, too."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    others: ClassVar[Sequence[str]] = ()
+    labels: ClassVar[Sequence[str]] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def without_what_asks_for_nothing(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        honoured = [field.alias or name for name, field in cls.model_fields.items()]
+        honoured += cls.others
+        kept = {}
+        for name, value in given.items():
+            if value is None or name in HARMLESS or name in cls.labels:
+                continue
+            if name in honoured:
+                kept[name] = as_whole(value)
+            elif value not in NEUTRAL.get(name, ()):
+                guess = "" if name in NEUTRAL else nearest(name, sorted(honoured))  # a typo
+                raise PydanticCustomError(
+                    "refused", "not done here", {"name": brief(name, 100), "guess": guess}
+                )
+        return kept
+
+
+def as_whole(value: Any) -> Any:
+    """100.0 is 100: to some clients all numbers are fractions."""
+    is_whole = isinstance(value, float) and value.is_integer() and abs(value) <= 2**53
+    return int(value) if is_whole else value
+
+
+class NamedFunction(Listed):
+    name: str = Field(pattern=f"^{FUNCTION_NAME}$")
+
+
+class Function(NamedFunction):
+    """A function that a request declares."""
+
+    description: str = ""
+    parameters: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+    strict: bool = False  # its arguments follow `parameters` in any case
+
+    @field_validator("parameters")
+    @classmethod
+    def of_an_object(cls, schema: dict[str, Any]) -> dict[str, Any]:
+        if schema.get("type", "object") != "object":
+            raise PydanticCustomError(
+                "no_object", "it must be of type object: arguments have names"
+            )
+        return {"type": "object"} | schema
+
+
+class CalledFunction(NamedFunction):
+    """A function that an earlier answer has called. Chat templates want an object."""
+
+    labels = ("parsed_arguments",)
+    arguments: dict[str, Any] = {}
+
+    @field_validator("arguments", mode="before")
+    @classmethod
+    def as_object(cls, text: Any) -> Any:
+        try:
+            return parse_json(text or "{}")
+        except (TypeError, ValueError, RecursionError):
+            return text
+
+
+class Tool(Listed):
+    type: Literal["function"]
+    function: Function
+
+
+class Call(Listed):
+    labels = ("index",)
+    id: str = ""
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class Choice(Listed):
+    """What the answer must call: this function, or what a word says."""
+
+    type: Literal["none", "auto", "required", "function"] = "auto"
+    function: NamedFunction | None = None
+
+
+class Part(Listed):
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(Listed):
+    """A message of a conversation. Its content is a text, or a list of its parts."""
+
+    labels = "id opts agent model messageId traceId timestamp usage parsed".split()
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: List[Part] = []
+    tool_calls: List[Call] = []  # of an assistant; the others are of a tool
+    tool_call_id: str = ""
+    name: str = ""
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def in_parts(cls, content: Any) -> Any:
+        return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+class Schema(Listed):
+    labels = ("name", "description", "strict")
+    value: Any = Field(None, alias="schema")
+
+
+class ResponseFormat(Listed):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    value: Any = Field(None, alias="schema")
+    json_schema: Schema = Schema()
+
+
+class Outputs(Listed):
+    others = ("json", "regex", "choice", "grammar")
+    json_object: bool = False
+
+
+class StreamOptions(Listed):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class Thinking(Listed):
+    enable_thinking: bool | None = None
+
+
+# ---- Bodies ------------------------------------------------------------------------------------
+
+
+class Body(Listed):
+    """What both bodies have."""
+
+    others = (*SETTINGS, "seed")
+    model: Any = None
+    n: int = 1
+    stop: Any = []
+    max_tokens: int | None = Field(None, ge=0)
+    max_completion_tokens: int | None = Field(None, ge=0)
+    stop_token_ids: List[int] = []
+    ignore_eos: bool = False
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    response_format: ResponseFormat = ResponseFormat()
+    json_schema: Schema = Schema()
+    structured_outputs: Outputs = Outputs()
+    origins: bool = False
+
+    @field_validator("json_schema", mode="before")
+    @classmethod
+    def within_an_object(cls, given: Any) -> Any:
+        """A schema, or an object that holds one -> the latter."""
+        holds_one = isinstance(given, dict) and "schema" in given
+        return given if holds_one else {"schema": given}
+
+
+class ChatBody(Body):
+    is_chat: ClassVar[bool] = True
+    echo: ClassVar[bool] = False  # a chat's prompt is not told again
+    messages: List[ChatMessage] = []
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
+    tools: List[Tool] = []
+    tool_choice: Choice = Choice()
+    parallel_tool_calls: bool = True
+    reasoning_effort: Literal["none", "auto"] = "auto"
+    chat_template_kwargs: Thinking = Thinking()
+
+    @field_validator("tool_choice", mode="before")
+    @classmethod
+    def as_type(cls, given: Any) -> Any:
+        return {"type": given} if isinstance(given, str) else given
+
+
+class TextBody(Body):
+    is_chat: ClassVar[bool] = False
+    prompt: Any = None
+    logprobs: int | None = None
+    echo: bool = False
+    special: bool = False
+    add_special_tokens: bool = True
+
+
+def read_body(data: bytes, kind: type[T]) -> T:
+    """A ChatBody or a TextBody. HttpError names the first field that is wrong."""
+    if data.count(b"[") + data.count(b"{") > MAX_BRACKETS:
+        raise HttpError(400, f"the body has more than {MAX_BRACKETS:,} lists and objects")
+    try:
+        body = parse_json(data.decode())
+    except (ValueError, RecursionError) as error:
+        raise HttpError(400, f"the body is not JSON: {brief(error, 200)}") from None
+    if not isinstance(body, dict):
+        raise HttpError(400, "the body is not a JSON object")
+    try:
+        return kind.model_validate(without_aliases(body))
+    except ValidationError as error:
+        raise refusal(error) from None
+
+
+OBJECT = "it must be an object"
+
+
+def refusal(error: ValidationError) -> HttpError:
+    """Its first error, with the path of the field."""
+    first = error.errors(include_url=False)[0]
+    path = ""
+    for part in first["loc"]:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}"
+    match first["type"]:
+        case "refused":
+            path += f".{first['ctx']['name']}"
+            rule = f"is not done here: leave it out{first['ctx']['guess']}"
+        case "missing":
+            rule = "is missing"
+        case kind:
+            must = first["msg"].replace("Input should", "it must", 1)
+            must = OBJECT if kind in ("model_type", "dict_type") else must
+            rule = f"is {brief(repr(first['input']), 100)}: {must}"
+    path = path.removeprefix(".")
+    return HttpError(400, f"{path} {rule}", param=path)
+
+
+def without_aliases(body: dict[str, Any]) -> dict[str, Any]:
     """The body without nulls and ALIASES. HttpError if a field has two values."""
     fields = {name: value for name, value in body.items() if value is not None}
     for alias, name in ALIASES.items():

@@ -11,7 +11,6 @@ of a text, with the role in the first and the finish_reason in the last.
 then its finish_reason is `length`.
 """
 
-import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,31 +20,20 @@ from typing import Any
 from uuid import uuid4
 
 from app.asgi import HttpError
-from app.fields import (
-    CHAT,
-    COMPLETION,
-    MESSAGE,
-    MESSAGE_WITH_TOOLS,
-    Body,
-    check_listed,
-    without_aliases,
-)
+from app.fields import Body, ChatBody, ChatMessage, TextBody, read_body
 from app.tools import (
-    FUNCTION_NAME,
     CallFormat,
     CallReader,
-    Function,
     Tools,
     call_format,
     call_grammar,
 )
-from checkpoint.files import parse_json
 from errors import TooManyTokens, UserError, brief
 from generate import Model
 from request import Message, OutputStream, Result, Settings
 from sampling import TokenLogprob
 from serve import Update
-from settings import MAX_LOGPROBS, SETTINGS, Grammar, check_whole, refuse_value
+from settings import Grammar, check_whole
 
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions; a chat's answer takes what the context leaves
 MAX_CHOICES = 128  # prompts · n
@@ -53,21 +41,12 @@ MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 1000
 MAX_ECHOED = 2**20  # numbers and texts of all prompts that one answer repeats
 LEAST_LOGPROB = -9999.0  # JSON has no −∞
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-SAMPLING = (*SETTINGS, "seed")
-CONSTRAINTS = {"json": "schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
-JSON_SCHEMA = ("name", "description", "strict", "schema")
-FORMATS = {  # of an answer -> the fields that describe it
-    "text": ("type",),
-    "json_object": ("type", "schema"),
-    "json_schema": ("type", "schema", "json_schema"),
+FORMATS = {  # where response_format may have a schema -> in which of its types
+    "response_format.schema": ("json_object", "json_schema"),
+    "response_format.json_schema": ("json_schema",),
 }
 ANY_OBJECT = {"type": "object"}
-# Of each object that holds a function: its fields, and those of the function.
-TOOL = ("type", "function"), ("name", "description", "parameters", "strict")
-TOOL_CHOICE = ("type", "function"), ("name",)
-TOOL_CALL = ("id", "index", "type", "function"), ("name", "arguments", "parsed_arguments")
-NO_PARAMETERS = {"properties": {}, "additionalProperties": False}
+Fields = dict[str, Any]  # a JSON object
 
 
 # ---- Requests ----------------------------------------------------------------------------------
@@ -99,20 +78,20 @@ class Offer:
 class Asked:
     """What one client asks for."""
 
-    is_chat: bool
+    body: ChatBody | TextBody
     streams: list[OutputStream]  # n of the first prompt, then n of the second, …
     tools: Tools | None
-    is_streamed: bool
-    include_usage: bool  # in a last chunk
-    continuous_usage: bool  # in every chunk
-    shows_origins: bool
-    echo: bool  # a text begins with its prompt
-    param: str  # the field that asks for the grammar
 
     @property
     def follows(self) -> Grammar | None:
         """The grammar of all texts; None: they are free."""
         return self.streams[0].request.settings.follows
+
+    @property
+    def param(self) -> str:
+        """The field that asks for the grammar."""
+        of_others = "structured_outputs" if self.tools is None else "tools"
+        return next(iter(read_schemas(self.body)), of_others)
 
 
 def bad(param: str, message: str) -> HttpError:
@@ -123,98 +102,51 @@ def bad(param: str, message: str) -> HttpError:
 def read_request(data: bytes, is_chat: bool, offer: Offer) -> Asked:
     """Read a request's body, and check all but its grammar, which is compiled later. HttpError or
     UserError for what is wrong."""
-    body = read_object(data)
-    check_listed(body, CHAT if is_chat else COMPLETION)
-    name = body.get("model", offer.name)
-    if name != offer.name:
-        message = f"there is no model {brief(repr(name), 100)}: this server has {offer.name!r}"
+    body = read_body(data, ChatBody if is_chat else TextBody)
+    if body.model not in (None, offer.name):
+        shown = brief(repr(body.model), 100)
+        message = f"there is no model {shown}: this server has {offer.name!r}"
         raise HttpError(404, message, param="model", code="model_not_found")
     tools = read_tools(body, offer) if is_chat else None
     prompts = read_chat(body, tools, offer) if is_chat else read_prompts(body, offer)
-    n = body.get("n", 1)
-    check_whole("n", n, 1, MAX_CHOICES // len(prompts), f" ({len(prompts)} prompts)")
-    settings = read_settings(body, is_chat, tools, offer)
-    echo = not is_chat and typed(body, "echo", bool, False)
-    if echo:
+    check_whole("n", body.n, 1, MAX_CHOICES // len(prompts), f" ({len(prompts)} prompts)")
+    settings = read_settings(body, tools, offer)
+    if body.echo:
         settings = replace(settings, prompt_logprobs=settings.logprobs)
-        check_echo(n * sum(map(len, prompts)), settings.logprobs)
+        check_echo(body.n * sum(map(len, prompts)), settings.logprobs)
+    ends = set() if body.ignore_eos else offer.model.eos_token_ids
     is_reply = is_chat and offer.model.uses_template(None)
     streams = []
     for tokens in prompts:
         first = offer.model.request_of(tokens, settings, offer.limit, is_reply)
-        first.eos_token_ids = read_ends(body, offer)
-        for request in [first, *map(first.sibling_text, range(1, n))]:
+        first.eos_token_ids = {*body.stop_token_ids, *ends}
+        for request in [first, *map(first.sibling_text, range(1, body.n))]:
             stream = OutputStream(offer.model.tokenizer, request, "", index=len(streams))
             streams.append(stream)
-    is_streamed = typed(body, "stream", bool, False)
-    shows_origins = typed(body, "origins", bool, False)
-    if shows_origins and not is_streamed:
+    if body.origins and not body.stream:
         raise bad("origins", "origins is told in chunks: set stream to true, or leave it out")
-    options = typed(body, "stream_options", dict, {})
-    check_listed(options, ("include_usage", "continuous_usage_stats"), "stream_options.")
-    return Asked(
-        is_chat,
-        streams,
-        tools,
-        is_streamed=is_streamed,
-        include_usage=typed(options, "include_usage", bool, False),
-        continuous_usage=typed(options, "continuous_usage_stats", bool, False),
-        shows_origins=shows_origins,
-        echo=echo,
-        param=next(iter(read_schemas(body)), "structured_outputs" if tools is None else "tools"),
-    )
-
-
-def read_object(data: bytes) -> Body:
-    """The JSON object of a body, without nulls and aliases. 100.0 is 100: to some clients all
-    numbers are fractions."""
-    try:
-        body = parse_json(data.decode())
-    except (ValueError, RecursionError) as error:
-        raise HttpError(400, f"the body is not JSON: {brief(error, 200)}") from None
-    if not isinstance(body, dict):
-        raise HttpError(400, "the body is not a JSON object")
-    return without_aliases({name: as_whole(value) for name, value in body.items()})
-
-
-def as_whole(value: Any) -> Any:
-    is_whole = isinstance(value, float) and value.is_integer() and abs(value) <= 2**53
-    return int(value) if is_whole else value
-
-
-def typed(fields: Body, name: str, kind: type, default: Any) -> Any:
-    """A field's value. UserError if it is of another type."""
-    value = fields.get(name)
-    if value is None:
-        return default
-    if not isinstance(value, kind):
-        refuse_value(name, value, f"of type {kind.__name__}")
-    return value
-
-
-def read_ends(body: Body, offer: Offer) -> set[int]:
-    """The tokens that end a text."""
-    ends = body.get("stop_token_ids", [])
-    if not is_tokens(ends):
-        raise bad("stop_token_ids", "stop_token_ids must be a list of tokens")
-    if typed(body, "ignore_eos", bool, False):
-        return set(ends)
-    return {*ends, *offer.model.eos_token_ids}
+    return Asked(body, streams, tools)
 
 
 # ---- Prompts
 
 
-def read_chat(body: Body, tools: Tools | None, offer: Offer) -> list[list[int]]:
+def read_chat(body: ChatBody, tools: Tools | None, offer: Offer) -> list[list[int]]:
     """The tokens of a conversation. A model without a chat template goes on from its texts."""
-    messages = typed(body, "messages", list, [])
-    if not messages:
+    if not body.messages:
         raise bad("messages", "messages must be a list of one message or more")
     may_call = offer.call_format is not None
-    conversation = [chat_message(f"messages[{n}]", one, may_call) for n, one in enumerate(messages)]
-    declared = None if tools is None else [function.tool for function in tools.declared]
+    conversation = []
+    for n, message in enumerate(body.messages):
+        conversation.append(chat_message(f"messages[{n}]", message, may_call))
+    declared = None
+    if tools is not None:
+        declared = [tool.model_dump(exclude={"function": {"strict"}}) for tool in body.tools]
     check_characters(conversation, offer)
-    thinking = read_thinking(body, offer.model.tokenizer.template(declared))
+    thinking = body.chat_template_kwargs.enable_thinking
+    has_choice = "enable_thinking" in (offer.model.tokenizer.template(declared) or "")
+    if thinking is None and has_choice and body.reasoning_effort == "none":
+        thinking = False
     most = offer.limit - 1
     with too_many_refused("messages", offer):
         if offer.model.uses_template(None):
@@ -228,85 +160,39 @@ def read_chat(body: Body, tools: Tools | None, offer: Offer) -> list[list[int]]:
     return [tokens]
 
 
-def read_thinking(body: Body, template: str | None) -> bool | None:
-    """What the chat template is to get as enable_thinking. A reasoning_effort of none asks not to
-    think, where the template has the choice."""
-    values = typed(body, "chat_template_kwargs", dict, {})
-    check_listed(values, ("enable_thinking",), "chat_template_kwargs.")
-    has_choice = "enable_thinking" in (template or "")
-    default = False if has_choice and body.get("reasoning_effort") == "none" else None
-    return typed(values, "enable_thinking", bool, default)
-
-
-def chat_message(where: str, message: Any, may_call: bool) -> Message:
+def chat_message(where: str, message: ChatMessage, may_call: bool) -> Message:
     """A message with one text, as chat templates want it. may_call: the model's template has
     tools."""
-    roles = ROLES | {"tool": "tool"} if may_call else ROLES
-    if not isinstance(message, dict) or str(message.get("role")) not in roles:
-        raise bad(where, f"{where} must have a role: {', '.join(roles)}")
-    role = roles[message["role"]]
-    allowed = MESSAGE_WITH_TOOLS.get(role, MESSAGE) if may_call else MESSAGE
-    check_listed(message, allowed, f"{where}.")
-    content = message.get("content")
-    if content is None and role == "assistant":
-        content = ""
-    read: Message = {"role": role, "content": joined_text(where, content)}
+    role = "system" if message.role == "developer" else message.role
+    if role == "tool" and not may_call:
+        raise bad(where, f"{where} must have a role: system, developer, user, assistant")
+    for name, owner in (("tool_calls", "assistant"), ("tool_call_id", "tool"), ("name", "tool")):
+        if getattr(message, name) and not (may_call and role == owner):
+            raise bad(f"{where}.{name}", f"{where}.{name} is not done here: leave it out")
+    if role != "assistant" and "content" not in message.model_fields_set:
+        raise bad(f"{where}.content", f"{where}.content is missing")
+    read: Message = {"role": role, "content": "".join(part.text for part in message.content)}
     if role == "tool":
-        read |= {name: typed(message, name, str, "") for name in ("tool_call_id", "name")}
-    calls = typed(message, "tool_calls", list, [])
-    if calls:
-        path = f"{where}.tool_calls"
-        read["tool_calls"] = [past_call(f"{path}[{n}]", call) for n, call in enumerate(calls)]
+        read |= {"tool_call_id": message.tool_call_id, "name": message.name}
+    if message.tool_calls:
+        read["tool_calls"] = [call.model_dump() for call in message.tool_calls]
     return read
 
 
-def joined_text(where: str, content: Any) -> str:
-    """A message's content, which is a text, or a list of its parts."""
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    text = ""
-    for part in parts:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text":
-            shown = brief(repr(kind), 100)
-            raise bad(where, f"{where} has a content of type {shown}: only text is read here")
-        check_listed(part, ("type", "text"), f"{where}.content.")
-        if not isinstance(part.get("text"), str):
-            refuse_value(f"{where}.content", part.get("text"), "a text")
-        text += part["text"]
-    return text
-
-
-def past_call(where: str, call: Any) -> Body:
-    """A call of an earlier answer, as chat templates want it: its arguments are an object, not the
-    text of one."""
-    function = read_function(where, call, TOOL_CALL)
-    text = typed(function, "arguments", str, "") or "{}"
-    try:
-        arguments = parse_json(text)
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        refuse_value(f"{where}.function.arguments", text, "the text of a JSON object")
-    called = {"name": function["name"], "arguments": arguments}
-    return {"id": typed(call, "id", str, ""), "type": "function", "function": called}
-
-
-def read_prompts(body: Body, offer: Offer) -> list[list[int]]:
+def read_prompts(body: TextBody, offer: Offer) -> list[list[int]]:
     """The tokens of one prompt or several, each of them a text, or tokens."""
-    if not typed(body, "add_special_tokens", bool, True):
+    if not body.add_special_tokens:
         raise bad("add_special_tokens", "add_special_tokens is not done here: leave it out")
-    given = body.get("prompt")
-    is_one = not isinstance(given, list) or is_tokens(given)
-    prompts = [given] if is_one else given
+    is_one = not isinstance(body.prompt, list) or is_tokens(body.prompt)
+    prompts = [body.prompt] if is_one else body.prompt
     if len(prompts) > MAX_CHOICES:
         raise bad("prompt", f"{len(prompts)} prompts: at most {MAX_CHOICES} are read")
-    special = typed(body, "special", bool, False)
     tokens = []
     for prompt in prompts:
         if isinstance(prompt, str):
             most = offer.limit - 1
             with too_many_refused("prompt", offer):
-                prompt = offer.model.encode(prompt, chat=False, special=special, most=most)
+                prompt = offer.model.encode(prompt, chat=False, special=body.special, most=most)
         elif not is_tokens(prompt):
             raise bad("prompt", "prompt must be a text, tokens, or a list of these")
         check_length("prompt", prompt, offer)
@@ -366,24 +252,19 @@ def too_long(param: str, size: str, offer: Offer) -> HttpError:
 # ---- Tools
 
 
-def read_tools(body: Body, offer: Offer) -> Tools | None:
+def read_tools(body: ChatBody, offer: Offer) -> Tools | None:
     """What the answer may call; None: nothing."""
-    tools = typed(body, "tools", list, [])
-    functions = [read_tool(f"tools[{n}]", tool) for n, tool in enumerate(tools)]
-    choice = body.get("tool_choice", "auto")
-    chosen = functions
-    if isinstance(choice, dict):
-        name = read_function("tool_choice", choice, TOOL_CHOICE)["name"]
-        chosen = [function for function in functions if function.name == name]
-    elif choice not in ("none", "auto", "required"):
-        refuse_value("tool_choice", choice, "none, auto, required or a function")
-    if choice not in ("none", "auto") and not chosen:
+    choice = body.tool_choice
+    functions = [tool.function for tool in body.tools]
+    if choice.type == "function":
+        name = choice.function and choice.function.name
+        functions = [function for function in functions if function.name == name]
+    if choice.type not in ("none", "auto") and not functions:
         raise bad(
             "tool_choice",
             "tool_choice is not done here: leave it out, or give tools that it can choose",
         )
-    is_parallel = typed(body, "parallel_tool_calls", bool, True)
-    if choice == "none" or not functions:
+    if choice.type == "none" or not functions:
         return None
     if offer.call_format is None:
         raise bad(
@@ -392,87 +273,51 @@ def read_tools(body: Body, offer: Offer) -> Tools | None:
         )
     return Tools(
         functions,
-        chosen,
         form=offer.call_format,
-        must_call=choice != "auto",
-        is_parallel=is_parallel and not isinstance(choice, dict),
+        must_call=choice.type != "auto",
+        is_parallel=body.parallel_tool_calls and choice.type != "function",
     )
-
-
-def read_tool(where: str, tool: Any) -> Function:
-    """A function that is declared."""
-    function = read_function(where, tool, TOOL)
-    schema = typed(function, "parameters", dict, NO_PARAMETERS)
-    if schema.get("type", "object") != "object":
-        path = f"{where}.function.parameters"
-        raise bad(path, f"{path} is of another type than object: arguments have names")
-    return Function(
-        function["name"],
-        {"type": "object"} | schema,
-        is_strict=typed(function, "strict", bool, False),
-        description=typed(function, "description", str, ""),
-    )
-
-
-def read_function(where: str, given: Any, fields: tuple[Sequence[str], Sequence[str]]) -> Body:
-    """The function in a tool, a call or a choice. fields: TOOL, TOOL_CALL or TOOL_CHOICE."""
-    if not isinstance(given, dict) or given.get("type") != "function":
-        raise bad(where, f"{where} must be an object of type function")
-    outer, inner = fields
-    check_listed(given, outer, f"{where}.")
-    function = typed(given, "function", dict, {})
-    check_listed(function, inner, f"{where}.function.")
-    name = typed(function, "name", str, "")
-    if not re.fullmatch(FUNCTION_NAME, name):
-        refuse_value(f"{where}.function.name", name, "1 to 64 letters, digits, _ and -")
-    return function
 
 
 # ---- Settings
 
 
-def read_settings(body: Body, is_chat: bool, tools: Tools | None, offer: Offer) -> Settings:
+def read_settings(body: ChatBody | TextBody, tools: Tools | None, offer: Offer) -> Settings:
     """UserError or HttpError for a bad value. A top_k or seed of −1 is vLLM's and llama.cpp's."""
-    chosen: Body = {name: body[name] for name in SAMPLING if name in body}
+    chosen = dict(body.model_extra)  # temperature and the like
     if chosen.get("top_k") == -1:  # all
         chosen["top_k"] = 0
     if chosen.get("seed") == -1:  # a new one
         del chosen["seed"]
-    stop = body.get("stop", [])
-    stops = [stop] if isinstance(stop, str) else typed(body, "stop", list, [])
+    stops = body.stop if isinstance(body.stop, list) else [body.stop]
     if len(stops) > MAX_STOPS or sum(map(len, map(str, stops))) > MAX_STOP_CHARACTERS:
         raise bad(
             "stop",
             f"stop may be at most {MAX_STOPS} texts, of {MAX_STOP_CHARACTERS} characters together",
         )
-    chosen["stop"] = stops
-    chosen["max_tokens"] = offer.limit if is_chat else DEFAULT_MAX_TOKENS
-    for name in ("max_tokens", "max_completion_tokens"):
-        if name in body:
-            check_whole(name, body[name], 0, None)
-            chosen["max_tokens"] = body[name]
-    chosen["logprobs"] = body.get("logprobs")
-    if is_chat:  # there logprobs is a switch, and top_logprobs the number
-        num_top = body.get("top_logprobs", 0)
-        check_whole("top_logprobs", num_top, 0, MAX_LOGPROBS)
-        is_wanted = typed(body, "logprobs", bool, False)
-        if num_top and not is_wanted:
+    chosen["stop"] = body.stop
+    chosen["max_tokens"] = offer.limit if body.is_chat else DEFAULT_MAX_TOKENS
+    for most in (body.max_tokens, body.max_completion_tokens):
+        if most is not None:
+            chosen["max_tokens"] = most
+    chosen["logprobs"] = body.logprobs
+    if body.is_chat:  # there logprobs is a switch, and top_logprobs the number
+        if body.top_logprobs and not body.logprobs:
             raise bad("top_logprobs", "top_logprobs needs logprobs: set it to true")
-        chosen["logprobs"] = num_top if is_wanted else None
+        chosen["logprobs"] = body.top_logprobs if body.logprobs else None
     return replace(offer.settings, **chosen, **read_constraint(body, tools))
 
 
-def read_constraint(body: Body, tools: Tools | None = None) -> Body:
+def read_constraint(body: Body, tools: Tools | None = None) -> Fields:
     """What the text follows, as a setting: schema, regex, choice or grammar. HttpError or UserError
     if fields ask for several, or if one cannot be read."""
     asked = [(path, "schema", schema) for path, schema in read_schemas(body).items()]
-    outputs = typed(body, "structured_outputs", dict, {})
-    check_listed(outputs, (*CONSTRAINTS, "json_object"), "structured_outputs.")
-    if typed(outputs, "json_object", bool, False):
+    outputs = body.structured_outputs
+    if outputs.json_object:
         asked.append(("structured_outputs.json_object", "schema", ANY_OBJECT))
-    for name, setting in CONSTRAINTS.items():
-        if outputs.get(name) is not None:
-            asked.append((f"structured_outputs.{name}", setting, outputs[name]))
+    for name, value in outputs.model_extra.items():
+        setting = "schema" if name == "json" else name
+        asked.append((f"structured_outputs.{name}", setting, value))
     if tools is not None:
         asked.append(("tools", "grammar", call_grammar(tools)))
     if len(asked) > 1:
@@ -486,28 +331,21 @@ def read_constraint(body: Body, tools: Tools | None = None) -> Body:
     return {setting: value for _, setting, value in asked}
 
 
-def read_schemas(body: Body) -> Body:
+def read_schemas(body: Body) -> Fields:
     """The schemas in all places where clients put one, by their paths."""
-    form = typed(body, "response_format", dict, {})
-    kind = typed(form, "type", str, "text")
-    if kind not in FORMATS:
-        raise bad("response_format", f"response_format: {brief(kind, 100)} is not done here")
-    check_listed(form, FORMATS[kind], "response_format.")
-    given = body.get("json_schema")  # a schema, or an object that holds one
-    if not isinstance(given, dict) or "schema" not in given:
-        given = {"schema": given}
-    inner = typed(form, "json_schema", dict, {})
-    check_listed(given, JSON_SCHEMA, "json_schema.")
-    check_listed(inner, JSON_SCHEMA, "response_format.json_schema.")
+    form = body.response_format
     schemas = {
-        "json_schema": given["schema"],
-        "response_format.schema": form.get("schema"),
-        "response_format.json_schema": inner.get("schema"),
+        "json_schema": body.json_schema.value,
+        "response_format.schema": form.value,
+        "response_format.json_schema": form.json_schema.value,
     }
     found = {path: schema for path, schema in schemas.items() if schema is not None}
-    if kind == "json_object" and not found:
+    for path, types in FORMATS.items():
+        if path in found and form.type not in types:
+            raise bad(path, f"{path} is not done here: leave it out")
+    if form.type == "json_object" and not found:
         return {"response_format": ANY_OBJECT}
-    if kind == "json_schema" and not found:
+    if form.type == "json_schema" and not found:
         raise bad("response_format", "response_format must have a schema, in its json_schema")
     return found
 
@@ -521,11 +359,13 @@ class Reply:
     def __init__(self, asked: Asked, offer: Offer):
         self.asked = asked
         self.tokenizer = offer.model.tokenizer
-        self.id = ("chatcmpl-" if asked.is_chat else "cmpl-") + uuid4().hex
+        self.id = ("chatcmpl-" if asked.body.is_chat else "cmpl-") + uuid4().hex
         self.model = offer.name
         self.created = int(time.time())
         # Of each text: the decoder of its tokens that have logprobs, and their characters so far.
-        self.decoders = [self.tokenizer.incremental_decoder(not asked.echo) for _ in asked.streams]
+        self.decoders = [
+            self.tokenizer.incremental_decoder(not asked.body.echo) for _ in asked.streams
+        ]
         self.offsets = [0] * len(asked.streams)
         self.num_tokens: dict[int, int] = {}  # of each text
         self.readers: list[CallReader] = []  # of each text that may call functions
@@ -533,24 +373,24 @@ class Reply:
             names = [function.name for function in asked.tools.functions]
             self.readers = [CallReader(asked.tools.form, names) for _ in asked.streams]
 
-    def completion(self, results: Sequence[Result]) -> Body:
+    def completion(self, results: Sequence[Result]) -> Fields:
         """All texts at once."""
         choices = []
         for result in results:
             i = result.index
-            choice: Body = {"text": self._echo(i) + result.text}
-            if self.asked.is_chat:
+            choice: Fields = {"text": self._echo(i) + result.text}
+            if self.asked.body.is_chat:
                 choice = {"message": {"role": "assistant"} | self._message(i, result.text, True)}
             choices.append(choice | self._other_fields(i, result.logprobs or (), result))
             self.num_tokens[i] = len(result.tokens)
         return self._object(choices) | {"usage": self.usage()}
 
-    def chunk(self, update: Update) -> Body:
+    def chunk(self, update: Update) -> Fields:
         """What is new in one text."""
         i = update.index
         text = "".join(piece for piece, _ in update.pieces)
-        choice: Body = {"text": self._echo(i) + text}
-        if self.asked.is_chat:
+        choice: Fields = {"text": self._echo(i) + text}
+        if self.asked.body.is_chat:
             delta = self._message(i, text, update.result is not None)
             if i not in self.num_tokens:
                 delta = {"role": "assistant"} | delta
@@ -560,17 +400,17 @@ class Reply:
         choice |= self._other_fields(i, update.logprobs, update.result)
         self.num_tokens[i] = update.num_tokens
         chunk = self._object([choice], ".chunk")
-        if self.asked.shows_origins:
+        if self.asked.body.origins:
             chunk["origins"] = update.pieces
-        if self.asked.continuous_usage:
+        if self.asked.body.stream_options.continuous_usage_stats:
             chunk["usage"] = self.usage()
         return chunk
 
-    def usage_chunk(self) -> Body:
+    def usage_chunk(self) -> Fields:
         """The last one, where it is asked for."""
         return self._object([], ".chunk") | {"usage": self.usage()}
 
-    def usage(self) -> Body:
+    def usage(self) -> Fields:
         """Tokens. Texts of one prompt share it."""
         requests = [stream.request for stream in self.asked.streams]
         first = [request for request in requests if request.sibling is None]
@@ -584,10 +424,10 @@ class Reply:
             "prompt_tokens_details": {"cached_tokens": num_cached},
         }
 
-    def _object(self, choices: list[Body], part: str = "") -> Body:
+    def _object(self, choices: list[Fields], part: str = "") -> Fields:
         return {
             "id": self.id,
-            "object": f"chat.completion{part}" if self.asked.is_chat else "text_completion",
+            "object": f"chat.completion{part}" if self.asked.body.is_chat else "text_completion",
             "created": self.created,
             "model": self.model,
             "choices": choices,
@@ -595,11 +435,11 @@ class Reply:
 
     def _echo(self, index: int) -> str:
         """The prompt, if it is asked for, and nothing of the text was told yet."""
-        if not self.asked.echo or index in self.num_tokens:
+        if not self.asked.body.echo or index in self.num_tokens:
             return ""
         return self.tokenizer.decode(self.asked.streams[index].result.prompt_tokens)
 
-    def _message(self, index: int, text: str, is_last: bool) -> Body:
+    def _message(self, index: int, text: str, is_last: bool) -> Fields:
         """The next piece of a chat's text, as a message: its content, and its calls."""
         if not self.readers:
             return {"content": text}
@@ -607,17 +447,17 @@ class Reply:
         if not delta.calls:
             return {"content": delta.content}
         calls = list(delta.calls.values())
-        if not self.asked.is_streamed:
+        if not self.asked.body.stream:
             for call in calls:
                 del call["index"]
         return {"content": delta.content or None, "tool_calls": calls}
 
     def _other_fields(
         self, index: int, logprobs: Sequence[TokenLogprob], result: Result | None
-    ) -> Body:
+    ) -> Fields:
         """The fields of a choice beside its text. logprobs: new ones; result: None until the text
         ends."""
-        form = self._chat_logprobs if self.asked.is_chat else self._text_logprobs
+        form = self._chat_logprobs if self.asked.body.is_chat else self._text_logprobs
         reason = None
         if result is not None:
             if result.error:
@@ -633,7 +473,7 @@ class Reply:
 
     # ---- Log-probabilities
 
-    def _chat_logprobs(self, index: int, entries: Sequence[TokenLogprob]) -> Body | None:
+    def _chat_logprobs(self, index: int, entries: Sequence[TokenLogprob]) -> Fields | None:
         """Those of a chat's new tokens; None if there are none."""
         content = []
         for entry in entries:
@@ -642,10 +482,10 @@ class Reply:
             content.append(fields | {"top_logprobs": top})
         return {"content": content} if content else None
 
-    def _text_logprobs(self, index: int, entries: Sequence[TokenLogprob]) -> Body | None:
+    def _text_logprobs(self, index: int, entries: Sequence[TokenLogprob]) -> Fields | None:
         """Those of a completion's new tokens, and first of its prompt's, if asked for; None if
         there are none."""
-        rows: list[tuple[int, float | None, Body | None]] = []
+        rows: list[tuple[int, float | None, Fields | None]] = []
         request = self.asked.streams[index].request
         if request.settings.prompt_logprobs is not None and index not in self.num_tokens:
             rows.append((request.tokens[0], None, None))  # nothing comes before it
@@ -669,7 +509,7 @@ class Reply:
         self.offsets[index] += len(self.decoders[index].feed(token))
         return offset
 
-    def _token_fields(self, token: int, logprob: float) -> Body:
+    def _token_fields(self, token: int, logprob: float) -> Fields:
         data = self.tokenizer.token_bytes(token, special=True)
         return {"token": self._token_text(token), "logprob": finite(logprob), "bytes": list(data)}
 
@@ -681,7 +521,7 @@ def finite(logprob: float) -> float:
     return max(logprob, LEAST_LOGPROB)
 
 
-def model_card(offer: Offer, started: int) -> Body:
+def model_card(offer: Offer, started: int) -> Fields:
     """The model, as /v1/models tells it."""
     return {
         "id": offer.name,

@@ -41,7 +41,7 @@ from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 from torch.distributed import is_torchelastic_launched
 
-from app.asgi import DONE, Body, Events, Headers, HttpError, Json, Wire, event, unless_gone
+from app.asgi import DONE, Events, Headers, HttpError, Json, Upload, Wire, event, unless_gone
 from app.cli import load, start_for_any
 from app.connections import HEAD_SECONDS, MAX_CONNECTIONS, bounded_protocol, files_for
 from app.flags import KEY_VARIABLE, server_flags
@@ -100,7 +100,7 @@ class Application:
         self.is_local = is_local
         self.origins = origins
         self.started = int(time.time())
-        self.bodies: set[Body] = set()
+        self.uploads: set[Upload] = set()
         self.large_bodies = ThreadPoolExecutor(LARGE_BODIES, "large bodies")
         self.compiling = asyncio.Semaphore(MAX_COMPILING)
         self.num_watchers = 0
@@ -179,7 +179,7 @@ class Application:
             raise HttpError(
                 401,
                 "this server wants its --api-key: Authorization: Bearer KEY",
-                kind="authentication_error",
+                type="authentication_error",
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
@@ -213,7 +213,7 @@ class Application:
 
     async def _snapshots(self, wants_headers: bool) -> AsyncIterator[bytes]:
         if self.num_watchers >= MAX_WATCHERS:
-            raise HttpError(429, f"{MAX_WATCHERS} watch already", kind="rate_limit_error")
+            raise HttpError(429, f"{MAX_WATCHERS} watch already", type="rate_limit_error")
         self.num_watchers += 1
         try:
             while not (wants_headers or self.batch.refusal):
@@ -250,37 +250,35 @@ class Application:
         if asked.follows is not None:
             await self.compile(asked)
         reply = Reply(asked, self.offer)
-        answer = Answer(asked.streams, asked.is_streamed)
+        answer = Answer(asked.streams, asked.body.stream)
         headers = {"x-request-id": reply.id}
-        if asked.is_streamed:
+        if asked.body.stream:
             return Events(self._chunks(answer, asked, reply), headers)
         results = await unless_gone(request.receive, self._results(answer))
         return Json(reply.completion(results), headers=headers)
 
     async def read(self, request: Request, is_chat: bool) -> Asked:
         """The body, once it has come, in a thread."""
-        body = Body()
-        self.bodies.add(body)
+        upload = Upload()
+        self.uploads.add(upload)
         try:
-            await body.receive(request, self.make_room_for_bodies)
-            threads, read = None, read_request
-            if len(body.data) > SMALL_BODY:
-                threads, read = self.large_bodies, read_large
-            loop = asyncio.get_running_loop()
-            asked = loop.run_in_executor(threads, read, body.data, is_chat, self.offer)
+            await upload.receive(request, self.make_room_for_uploads)
+            threads = self.large_bodies if len(upload.data) > SMALL_BODY else None
+            work = read_request, upload.data, is_chat, self.offer
+            asked = asyncio.get_running_loop().run_in_executor(threads, *work)
             return await unless_gone(request.receive, asked)
         finally:
-            self.bodies.remove(body)
+            self.uploads.remove(upload)
 
-    def make_room_for_bodies(self) -> None:
+    def make_room_for_uploads(self) -> None:
         """If large bodies take too much memory, give up the one that has been silent for longest;
         then the next one."""
-        large = [body for body in self.bodies if len(body.data) > SMALL_BODY]
-        size = sum(len(body.data) for body in large)
-        for body in sorted(large, key=lambda body: body.last_part):
-            if size > MAX_HELD and not body.is_whole:
-                body.limit.cancel()
-                size -= len(body.data)
+        large = [upload for upload in self.uploads if len(upload.data) > SMALL_BODY]
+        size = sum(len(upload.data) for upload in large)
+        for upload in sorted(large, key=lambda upload: upload.last_part):
+            if size > MAX_HELD and not upload.is_whole:
+                upload.limit.cancel()
+                size -= len(upload.data)
 
     async def compile(self, asked: Asked) -> None:
         """Compile the grammar of the texts. HttpError if it, or those of others, take too long."""
@@ -321,7 +319,7 @@ class Application:
                     yield event(reply.chunk(update))
                 if answer.num_unfinished:
                     await asyncio.sleep(CHUNK_SECONDS * self.batch.num_texts)
-            if asked.include_usage:
+            if asked.body.stream_options.include_usage:
                 yield event(reply.usage_chunk())
             yield DONE
         finally:
@@ -336,16 +334,6 @@ def preflight(headers: Headers) -> Response:
         "access-control-max-age": str(PREFLIGHT_SECONDS),
     }
     return Response(status_code=204, headers=allowed)
-
-
-def read_large(data: bytes, is_chat: bool, offer: Offer) -> Asked:
-    """`read_request`. A body may have a million lists. Python, collecting garbage, would look
-    through them again and again, and let no other thread run meanwhile."""
-    gc.disable()
-    try:
-        return read_request(data, is_chat, offer)
-    finally:
-        gc.enable()
 
 
 def http_error(error: Exception, path: str = "") -> HttpError:
@@ -365,13 +353,13 @@ def http_error(error: Exception, path: str = "") -> HttpError:
         return HttpError(
             429,
             str(error),
-            kind="rate_limit_error",
+            type="rate_limit_error",
             code="overloaded",
             headers={"retry-after": "1"},
         )
     if isinstance(error, Unavailable):
-        return HttpError(503, str(error), kind="server_error", code="unavailable")
-    return HttpError(500, "the server failed on this request", kind="server_error")
+        return HttpError(503, str(error), type="server_error", code="unavailable")
+    return HttpError(500, "the server failed on this request", type="server_error")
 
 
 def host_name(host: str) -> str:

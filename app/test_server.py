@@ -29,12 +29,13 @@ from typing import Any
 import pytest
 import torch
 
-for package in ("httptools", "pydantic", "starlette", "uvicorn"):
-    pytest.importorskip(package, reason="requirements-extra.txt is not installed")
+pytest.importorskip("app.server", reason="requirements-extra.txt is not installed")
 import grammar as grammar_page
 from app import asgi, openai, server
+from app import fields as fields_page
 from app import metrics as metrics_page
 from app.asgi import HttpError
+from app.fields import MAX_BRACKETS, ChatBody
 from app.metrics import Metrics
 from app.openai import Offer
 from app.server import Application
@@ -444,7 +445,7 @@ def test_an_echo_is_bounded():
     offer = Offer(tiny(), "tiny", 600, settings=Settings())
     body = dict(prompt=[5] * 500, echo=True)
     for beside in (dict(n=128), dict(n=64, logprobs=20)):
-        assert read(False, offer, **body, **beside).echo
+        assert read(False, offer, **body, **beside).body.echo
     with pytest.raises(HttpError, match="^echo would tell 1,408,000 numbers") as error:
         read(False, offer, **body, n=128, logprobs=20)
     assert (error.value.status, error.value.param) == (400, "echo")
@@ -466,7 +467,7 @@ def test_a_constraint_becomes_settings_or_is_refused_by_name():
         (dict(structured_outputs={"grammar": 'start: "a"'}), {"grammar": 'start: "a"'}),
     ]
     for body, settings in asked:
-        assert openai.read_constraint(body) == settings
+        assert openai.read_constraint(ChatBody.model_validate(body)) == settings
 
 
 @needs_llguidance
@@ -500,13 +501,13 @@ def test_an_answer_follows_its_schema():
 def test_the_fields_keep_their_meaning():
     """Each planted bug is seen by the test of its field."""
     planted = [
+        (fields_page, "HARMLESS", {"ignore_eos"}, test_ends_of_text_can_be_ignored_and_added),
         (
             openai,
-            "read_ends",
-            lambda body, served: set(),
-            test_ends_of_text_can_be_ignored_and_added,
+            "read_settings",
+            lambda body, tools, offer: Settings(temperature=0, seed=0, max_tokens=8),
+            test_the_fields_of_settings_make_the_texts_of_generate,
         ),
-        (openai, "SAMPLING", (), test_the_fields_of_settings_make_the_texts_of_generate),
         (openai, "finite", abs, test_logprobs_are_those_of_the_command_line),
     ]
     for owner, name, wrong, test in planted:
@@ -538,33 +539,33 @@ BAD = told(
     completions {"prompt": "a", "n": 0} → n is 0
     completions {"prompt": "a", "temperature": "hot"} → temperature is 'hot'
     completions {"prompt": "a", "seed": 9223372036854775808} → seed is 9223372036854775808
-    completions {"prompt": "a", "stop": 5} → stop is 5: it must be of type list
-    completions {"prompt": "a", "stream": "yes"} → stream is 'yes': it must be of type bool
+    completions {"prompt": "a", "stop": 5} → stop is 5: it must be a text, or a list of texts
+    completions {"prompt": "a", "stream": "yes"} → stream is 'yes': it must be a valid boolean
     completions {"prompt": "a", "stream_options": []} → stream_options is []
     completions {"prompt": "a", "logprobs": true} → logprobs is True
-    completions {"prompt": "a", "response_format": {"type": []}} → type is []
-    completions {"prompt": "a", "response_format": {"type": "json"}} → json is not done here
+    completions {"prompt": "a", "response_format": {"type": []}} → response_format.type is []
+    completions {"prompt": "a", "response_format": {"type": "json"}} → type is 'json': it must
     completions {"prompt": "a", "structured_outputs": {"x": 1}} → structured_outputs.x is not
     chat/completions {"messages": "a"} → messages is 'a'
     chat/completions {} → messages must be a list of one message or more
     chat/completions {"messages": []} → messages must be a list of one message or more
-    chat/completions {"messages": ["a"]} → messages[0] must have a role
-    completions {"prompt": "a", "stop_token_ids": ["a"]} → stop_token_ids must be a list of tokens
+    chat/completions {"messages": ["a"]} → messages[0] is 'a': it must be an object
+    completions {"prompt": "a", "stop_token_ids": ["a"]} → stop_token_ids[0] is 'a': it must
     asked {"special": true} → special is not done here
-    completions {"prompt": "a", "special": "no"} → special is 'no': it must be of type bool
+    completions {"prompt": "a", "special": "no"} → special is 'no': it must be a valid boolean
     user {"role": "tool"} → messages[0] must have a role: system, developer
-    user {"role": ["user"]} → messages[0] must have a role
-    user {"content": null} → messages[0].content is None: it must be a text
-    user {"content": [{"type": "image_url"}]} → messages[0] has a content of type 'image_url'
-    user {"content": 5} → messages[0].content is 5: it must be a text
-    user {"content": [{"type": "text"}]} → messages[0].content is None: it must be a text
+    user {"role": ["user"]} → messages[0].role is ['user']: it must be
+    user {"content": null} → messages[0].content is missing
+    user {"content": [{"type": "image_url"}]} → messages[0].content[0].type is 'image_url'
+    user {"content": 5} → messages[0].content is 5: it must be a valid list
+    user {"content": [{"type": "text"}]} → messages[0].content[0].text is missing
     asked {"chat_template_kwargs": {"x": 1}} → chat_template_kwargs.x is not done here
     asked {"chat_template_kwargs": {"enable_thinking": 1}} → enable_thinking is 1: it must be
     asked {"chat_template_kwargs": {"enable_thinking": true}} → thinking need a chat template
-    user {"tool_calls": [{}]} → messages[0].tool_calls is not done here
-    asked {"logprobs": 2} → logprobs is 2: it must be of type bool
+    user {"tool_calls": [{}]} → messages[0].tool_calls[0].type is missing
+    asked {"logprobs": 2} → logprobs is 2: it must be a valid boolean
     asked {"echo": true} → echo is not done here: leave it out
-    completions {"prompt": "a", "echo": 1} → echo is 1: it must be of type bool
+    completions {"prompt": "a", "echo": 1} → echo is 1: it must be a valid boolean
     asked {"top_logprobs": 2} → top_logprobs needs logprobs
     asked {"origins": true} → origins is told in chunks: set stream to true
     asked {"logprobs": true, "top_logprobs": "3"} → top_logprobs is '3'
@@ -573,6 +574,7 @@ BAD = told(
 LONG = [
     (b"\xff", "the body is not JSON"),
     (b"[" * 100_000, "the body is not JSON"),
+    (b"[" * 300_000, "the body has more than 262,144 lists and objects"),
     (dict(prompt=[1] * 300), "300 tokens, but prompt and answer have at most 300"),
     (dict(prompt=["a"] * 200), "200 prompts: at most 128"),
     (dict(prompt=["a"] * 100, n=2), "n is 2: it must be a whole number from 1 to 1"),
@@ -684,7 +686,7 @@ def test_bodies_that_come_are_bounded_together(monkeypatch):
             assert [client.status for client in clients] == [0, 408, 0, 0, 0]
             assert "other bodies needed the memory" in clients[1].text
             await post(app, COMPLETE, **GREEDY, user=1500 * "x")
-        assert not app.bodies
+        assert not app.uploads
 
     run(scenario)
 
@@ -1181,8 +1183,10 @@ def test_large_bodies_hold_up_nobody(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "chat_template.jinja").write_text(CHATML)
     said = [dict(role="user", content=f"message {i} is this") for i in range(20_000)]
-    lists = [[] for _ in range(1_000_000)]
+    lists = [[] for _ in range(MAX_BRACKETS - 10)]
+    floats = [1e300] * 500_000
     kinds = [(COMPLETE, dict(prompt="ab cd " * 600_000)), (COMPLETE, dict(metadata=lists))]
+    kinds += [(COMPLETE, dict(metadata=floats))]
     kinds += [(CHAT, dict(messages=[dict(role="user", content="ab cd " * 250_000)]))]
     kinds += [(CHAT, dict(messages=said))]
     small = [(COMPLETE, dict(prompt="a")), (CHAT, dict(messages=said[:1]))]

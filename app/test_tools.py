@@ -10,8 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+pytest.importorskip("app.server", reason="requirements-extra.txt is not installed")
 import grammar
 from app.asgi import HttpError
+from app.fields import Function
 from app.openai import Offer, Reply
 from app.server import http_error
 from app.test_server import CHAT, events, needs_llguidance, post, read, refused, run
@@ -20,7 +22,6 @@ from app.tools import (
     TAGGED,
     CallFormat,
     CallReader,
-    Function,
     Tools,
     call_grammar,
 )
@@ -147,7 +148,8 @@ POINT = {  # as pydantic writes it
     "required": ["a"],
     "additionalProperties": False,
 }
-FUNCTIONS = [Function("add", POINT, is_strict=True), Function("say", {})]
+ANY = Function(name="say", parameters={})
+FUNCTIONS = [Function(name="add", parameters=POINT, strict=True), ANY]
 BARE_ADD = ADD.replace("arguments", "parameters")
 TAGGED_SAY = SAY.replace("parameters", "arguments")
 # A text; then, of models with tags and without, the kinds of grammars that take it: a text must
@@ -183,7 +185,7 @@ def test_a_grammar_takes_what_it_should(form, column, kind):
     pytest.importorskip("llguidance", reason="requirements-extra.txt is not installed")
     model = Model.load("tiny", "cpu")
     how = dict(form=form, must_call=kind in "Mm", is_parallel=kind in "MP")
-    lark = call_grammar(Tools(FUNCTIONS, FUNCTIONS, **how))
+    lark = call_grammar(Tools(FUNCTIONS, **how))
     compiled = model.grammars.compile(Grammar("grammar", lark))
     taken = set()
     for row in TAKEN:
@@ -192,8 +194,8 @@ def test_a_grammar_takes_what_it_should(form, column, kind):
         if matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting():
             taken.add(row[0])
     assert taken == {row[0] for row in TAKEN if kind in row[column]}
-    loose = [Function("add", POINT)]
-    lark = call_grammar(Tools(loose, loose, **how))
+    loose = [Function(name="add", parameters=POINT)]
+    lark = call_grammar(Tools(loose, **how))
     assert (lark is None) == (kind == "P")  # else a text may call twice, or nothing
 
 
@@ -216,18 +218,18 @@ def test_calls_of_random_functions_parse_and_validate(monkeypatch):
         functions = []
         for name, schema in (("one", one), ("other", other)):
             rules = dict(properties={"x": schema}, required=["x"], additionalProperties=False)
-            functions.append(Function(name, {"type": "object"} | rules))
+            functions.append(Function(name=name, parameters=rules))
         cases.append(((TAGGED, BARE)[n % 2], functions))
 
     def num_whole(drafts: list, cases: list) -> int:
         """Texts that ended by themselves."""
         larks = [
-            call_grammar(Tools(each, each, form, must_call=True, is_parallel=True))
+            call_grammar(Tools(each, form, must_call=True, is_parallel=True))
             for form, each in cases
         ]
         results = generate_in_turns(model, drafts, [dict(grammar=lark) for lark in larks])
         for (form, functions), result in zip(cases, results, strict=True):
-            schemas = {function.name: function.schema for function in functions}
+            schemas = {function.name: function.parameters for function in functions}
             reader = CallReader(form, schemas)
             delta = reader.feed(result.text, True)
             functions = [call["function"] for call in delta.calls.values()]
@@ -384,7 +386,7 @@ def test_an_answer_is_divided_into_content_and_calls(model):
         result = Result("", [], 0, text=text, finish_reason=reason)
         (whole,) = Reply(asked, offer).completion([result])["choices"]
         assert whole["finish_reason"] == tells
-        asked.is_streamed = True
+        asked.body.stream = True
         reply = Reply(asked, offer)
         pieces = [Update(0, [(letter, "plain")]) for letter in text]
         chunks = [reply.chunk(update) for update in [*pieces, Update(0, result=result)]]
@@ -430,17 +432,23 @@ def past(arguments: object) -> dict:
 
 
 WRONG = [
-    (dict(tools={}), "tools is {}: it must be of type list"),
-    (dict(tools=[{}]), "tools[0] must be an object of type function"),
-    (dict(tools=[{"type": "custom"}]), "tools[0] must be an object of type function"),
-    (dict(tools=[{"type": "function"}]), "tools[0].function.name is '': it must be 1 to 64"),
-    (function(name="a b"), "tools[0].function.name is 'a b': it must be 1 to 64"),
+    (dict(tools={}), "tools is {}: it must be a valid list"),
+    (dict(tools=[{}]), "tools[0].type is missing"),
+    (dict(tools=[{"type": "custom"}]), "tools[0].type is 'custom': it must be"),
+    (dict(tools=[{"type": "function"}]), "tools[0].function is missing"),
+    (function(name="a b"), "tools[0].function.name is 'a b': "),
     (function(returns={}), "tools[0].function.returns is not done here"),
-    (function(strict="yes"), "strict is 'yes': it must be of type bool"),
-    (function(parameters={"type": "array"}), "tools[0].function.parameters is of another type"),
-    (dict(tool_choice="must"), "tool_choice is 'must': it must be none, auto, required or"),
+    (function(strict="yes"), "tools[0].function.strict is 'yes': it must"),
+    (
+        function(parameters={"type": "array"}),
+        "tools[0].function.parameters is {'type': 'array'}: it must",
+    ),
+    (
+        dict(tool_choice="must"),
+        "tool_choice.type is 'must': it must be 'none', 'auto', ",
+    ),
     (dict(tool_choice="required"), "tool_choice is not done here: leave it out, or give"),
-    (dict(tool_choice={"type": "allowed_tools"}), "tool_choice must be an object of type function"),
+    (dict(tool_choice={"type": "allowed_tools"}), "tool_choice.type is 'allowed_tools'"),
     (function() | dict(tool_choice=TOOLS[0]), "tool_choice.function.parameters is not done here"),
     (
         function() | dict(tool_choice={"type": "function", "function": {"name": "g"}}),
@@ -448,12 +456,18 @@ WRONG = [
     ),
     (function() | dict(parallel_tool_calls=1), "parallel_tool_calls is 1"),
     (function() | dict(response_format={"type": "json_object"}), "response_format and tools are"),
-    (past("{"), "messages[0].tool_calls[0].function.arguments is '{': it must be the text"),
-    (past("[1]"), "messages[0].tool_calls[0].function.arguments is '[1]': it must be the text"),
-    (past({}), "arguments is {}: it must be of type str"),
-    (dict(messages=[dict(role="assistant", tool_calls=[1])]), "messages[0].tool_calls[0] must be"),
-    (dict(messages=[dict(role="user", content="a", tool_calls=[{}])]), "messages[0].tool_calls is"),
-    (dict(messages=[dict(role="tool")]), "messages[0].content is None"),
+    (past("{"), "messages[0].tool_calls[0].function.arguments is '{': it must be"),
+    (past("[1]"), "messages[0].tool_calls[0].function.arguments is [1]: it must"),
+    (past(5), "messages[0].tool_calls[0].function.arguments is 5: it must"),
+    (
+        dict(messages=[dict(role="assistant", tool_calls=[1])]),
+        "messages[0].tool_calls[0] is 1: it must",
+    ),
+    (
+        dict(messages=[dict(role="user", content="a", tool_calls=[{}])]),
+        "messages[0].tool_calls[0].type",
+    ),
+    (dict(messages=[dict(role="tool")]), "messages[0].content is missing"),
 ]
 
 

@@ -30,7 +30,8 @@ from uuid import uuid4
 
 import regex  # it matches texts that break off amid a pattern; `re` does not
 
-FUNCTION_NAME = "[a-zA-Z0-9_-]{1,64}"  # OpenAI's rule
+from app.fields import FUNCTION_NAME, Function
+
 # The head of a call, up to its arguments. ␣ is white space (see `pattern`).
 HEAD = (
     r'\{␣(?:"type"␣:␣"function"␣,␣)?'
@@ -85,26 +86,10 @@ def call_format(template: str) -> CallFormat | None:
     return None
 
 
-class Function(NamedTuple):
-    """A function that a request declares."""
-
-    name: str
-    schema: dict[str, Any]  # of its arguments, which are an object
-    is_strict: bool = False  # its arguments follow the schema in any case
-    description: str = ""
-
-    @property
-    def tool(self) -> dict[str, Any]:
-        """The function, as a chat template gets it."""
-        fields = {"name": self.name, "description": self.description, "parameters": self.schema}
-        return {"type": "function", "function": fields}
-
-
 class Tools(NamedTuple):
     """What a text may call."""
 
-    declared: list[Function]
-    functions: list[Function]  # the declared ones that may be called
+    functions: list[Function]
     form: CallFormat
     must_call: bool
     is_parallel: bool  # several calls are allowed, if they have tags
@@ -223,7 +208,7 @@ def call_grammar(tools: Tools) -> str | None:
     Arguments follow their schema if a text must call, or if the function is strict. Where a text
     need not call, its content has no `<tool_call>` or, in the form without tags, no { at its start.
     """
-    is_strict = any(function.is_strict for function in tools.functions)
+    is_strict = any(function.strict for function in tools.functions)
     if not (tools.must_call or is_strict) and tools.is_parallel:
         return None
     form = tools.form
@@ -245,7 +230,7 @@ def call_grammar(tools: Tools) -> str | None:
     for name, function in zip(names, tools.functions):
         head = json.dumps(f'{{"name": "{function.name}", "{form.arguments}": ')
         schema = {"x-guidance": SPACES, "type": "object"}
-        if tools.must_call or function.is_strict:
-            schema |= function.schema
+        if tools.must_call or function.strict:
+            schema |= function.parameters
         rules.append(f'{name}: {head} %json {json.dumps(schema)} "}}"')
     return "\n".join(rules)
