@@ -43,7 +43,13 @@ from torch.distributed import is_torchelastic_launched
 
 from app.asgi import DONE, Events, Headers, HttpError, Json, Upload, Wire, event, unless_gone
 from app.cli import load, start_for_any
-from app.connections import HEAD_SECONDS, MAX_CONNECTIONS, bounded_protocol, files_for
+from app.connections import (
+    HEAD_SECONDS,
+    MAX_CONNECTIONS,
+    Connection,
+    close_silent,
+    files_for,
+)
 from app.flags import KEY_VARIABLE, server_flags
 from app.metrics import Metrics
 from app.openai import Asked, Offer, Reply, model_card, read_request
@@ -451,7 +457,7 @@ def run_server(arguments: Sequence[str] | None) -> int:
         proxy_headers=False,
         server_header=False,
         timeout_keep_alive=int(HEAD_SECONDS),  # uvicorn's own silence after an answer
-        http=bounded_protocol(files_for(MAX_CONNECTIONS + batch.capacity)),
+        http=Connection,
         timeout_graceful_shutdown=args.grace + 5,  # for clients that do not read their error
     )
     signals: list[int] = []
@@ -489,6 +495,8 @@ async def serve_until_signal(
     say(f"serving: a page at http://{host}:{port}/, OpenAI's protocol at /v1; Ctrl-C ends")
     waiting = [asyncio.ensure_future(until_signal(signals))]
     waiting.append(asyncio.ensure_future(batch.failed.wait()))
+    most = files_for(MAX_CONNECTIONS + batch.capacity)
+    waiting.append(asyncio.ensure_future(close_silent(server.server_state.connections, most)))
     await asyncio.wait([serving, *waiting], return_when=asyncio.FIRST_COMPLETED)
     if signals:
         word = "Ctrl-C" if signals[0] == signal.SIGINT else signal.Signals(signals[0]).name

@@ -1023,6 +1023,7 @@ def test_the_engines_failure_is_the_programs(capsys):
 
     class HTTPServer:
         should_exit = False
+        server_state = SimpleNamespace(connections=set())
 
         async def serve(self, listeners):
             request = tiny().request(PROMPT, Settings(max_tokens=200), Options(max_len=300))
