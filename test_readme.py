@@ -15,9 +15,10 @@ import settings
 from app import asgi, connections, openai, server
 from app.flags import generate_flags, server_flags
 from checkpoint import sandbox
-from conftest import FOLDERS, PAGES, ROOT, program
 from exercise import exercise_flags
-from test_house import ENGINE, ORDER, nodes, tree
+from test_house import ENGINE, ORDER
+from testing.pages import FOLDERS, PAGES, ROOT, nodes, tree
+from testing.programs import program
 
 for name in ("bench", "train.distill", "train.quantize", "cpu", "gpu"):
     pytest.importorskip(name, reason="README.md is that of the whole tree")

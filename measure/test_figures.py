@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 
 import bench
-from conftest import write_model
 from kernels import Ops
 from kvcache import KVCache, KVSpec
 from measure import (
@@ -33,6 +32,7 @@ from measure.serving import Served, random_request
 from measure.testing import Clock
 from model import Llama, weight_bytes
 from paged import PagedCache
+from testing.folders import write_model
 from train import perplexity
 
 
