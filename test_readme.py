@@ -10,6 +10,7 @@ from importlib.util import find_spec
 
 import pytest
 
+import bounds
 import grammar
 import settings
 from app import asgi, connections, openai, server
@@ -77,9 +78,9 @@ def test_the_table_of_bounds_is_that_of_the_code():
         [openai.MAX_ECHOED],
         [
             settings.MAX_GRAMMAR,
-            grammar.MAX_PATTERN_CHARACTERS,
-            grammar.MAX_NAMES,
-            grammar.MAX_REMAINDERS,
+            bounds.MAX_PATTERN_CHARACTERS,
+            bounds.MAX_NAMES,
+            bounds.MAX_REMAINDERS,
         ],
         [server.MAX_COMPILING, server.COMPILE_SECONDS],
         [grammar.LIMITS["step_max_items"], 1000 * grammar.SLOW_MASK, 1000 * grammar.SLOW_STEP],
