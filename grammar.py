@@ -22,7 +22,7 @@ not only the tokens that the tokenizer would write.
 
 An output with a grammar ends where its grammar ends, even if its request ignores end-of-text. A
 stop token of the request may end it earlier; its finish_reason is then `length`, because it was
-cut. Anybody may send a grammar, and compiling it and making its masks take time from other requests:
+cut. Anybody may send a grammar, and compiling it and its masks take time from other requests:
 
     bounds.py refuses what would be slow to compile
     an output ends if one of its masks takes too much work         LIMITS
