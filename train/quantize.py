@@ -22,9 +22,10 @@ from torch import Tensor
 
 from app.shell import Parser, check_folder, number_or_word, say, status, write
 from checkpoint.config import Config
-from checkpoint.files import read_json
+from checkpoint.files import read_json, write_json
 from checkpoint.formats import Quantization
 from checkpoint.hub import find_folder
+from checkpoint.save import TOKENIZER_FILES, copy_files
 from checkpoint.tensors import Checkpoint, write_tensors
 from errors import UserError
 from kernels import find_device
@@ -32,13 +33,13 @@ from model import Llama
 from quant import FORMATS, named_tensors
 from tokenizer import Tokenizer
 from train import perplexity
-from train.bpe import END, FILES, copy_files, write_json
+from train.bpe import END
 from train.calibrate import quantize_model, size
 from train.stories import hold_out, read_file, split_stories
 
 METHODS = ("rtn", "awq", "gptq", "awq+gptq")  # of integers, from the cheapest to the best
 PIECES = 32  # of 512 tokens, to calibrate with
-COPIED = (*FILES, "generation_config.json")
+COPIED = (*TOKENIZER_FILES, "generation_config.json")
 
 
 def save(llama: Llama, source: Path, out: Path) -> None:
