@@ -12,6 +12,7 @@ from torch import Tensor
 
 from checkpoint.files import Json, new_file, write_json
 from checkpoint.tensors import write_tensors
+from quant import named_tensors
 
 if TYPE_CHECKING:
     from model import Llama
@@ -32,12 +33,21 @@ def save_model(llama: Llama, folder: Path) -> None:
     save_folder(llama, folder, llama.config.to_dict() | {"torch_dtype": "bfloat16"})
 
 
-def save_folder(llama: Llama, folder: Path, config: Json, **more: Tensor) -> None:
-    """Write the weights of a model or a head in bfloat16, more tensors, and this config.json."""
+def save_folder(
+    llama: Llama,
+    folder: Path,
+    config: Json,
+    dtype: torch.dtype = torch.bfloat16,
+    **more: Tensor,
+) -> None:
+    """Write the weights of a model or a head, plain ones in this dtype; more tensors; and, last,
+    config.json, without which a folder is no model."""
     tensors = dict(more)
-    for name, tensor in llama.named_tensors().items():
-        kept = tensor.detach().contiguous()
-        tensors[name] = kept.to(torch.bfloat16) if kept.is_floating_point() else kept
+    for name, weight in llama.named_weights().items():
+        is_plain = isinstance(weight, Tensor) and weight.is_floating_point()
+        for part, tensor in named_tensors(name, weight).items():
+            stored = tensor.detach().to("cpu", dtype if is_plain else None, copy=True)
+            tensors[part] = stored.contiguous()
     with new_file(folder / "model.safetensors") as new:
         write_tensors(tensors, new)
     write_json(folder / "config.json", config)

@@ -22,15 +22,15 @@ from torch import Tensor
 
 from app.shell import Parser, check_folder, number_or_word, say, status, write
 from checkpoint.config import Config
-from checkpoint.files import read_json, write_json
+from checkpoint.files import read_json
 from checkpoint.formats import Quantization
 from checkpoint.hub import find_folder
-from checkpoint.save import TOKENIZER_FILES, copy_files
-from checkpoint.tensors import Checkpoint, write_tensors
+from checkpoint.save import TOKENIZER_FILES, copy_files, save_folder
+from checkpoint.tensors import Checkpoint
 from errors import UserError
 from kernels import find_device
 from model import Llama
-from quant import FORMATS, named_tensors
+from quant import FORMATS
 from tokenizer import Tokenizer
 from train import perplexity
 from train.bpe import END
@@ -44,17 +44,10 @@ COPIED = (*TOKENIZER_FILES, "generation_config.json")
 
 def save(llama: Llama, source: Path, out: Path) -> None:
     """Write a quantized model's folder: the other tensors in `source`'s dtype, its other files."""
-    source_dtype = Checkpoint(source).dtypes[0]
-    tensors = {}
-    for name, weight in llama.named_weights().items():
-        dtype = source_dtype if isinstance(weight, Tensor) else None
-        for part, tensor in named_tensors(name, weight).items():
-            tensors[part] = tensor.to("cpu", dtype, copy=True)
-    write_tensors(tensors, out / "model.safetensors")
     copy_files(source, out, COPIED)
     config = read_json(source / "config.json")
     config["quantization_config"] = llama.config.quantization.to_dict()
-    write_json(out / "config.json", config)
+    save_folder(llama, out, config, Checkpoint(source).dtypes[0])
 
 
 def pieces(
