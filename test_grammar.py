@@ -37,6 +37,7 @@ from testing.worlds import LLAMA, drafter_of, paged, random_tokens
 from tokenizer import Tokenizer
 
 pytest.importorskip("llguidance", reason="requirements-extra.txt is not installed")
+import bounds
 import grammar as grammar_page
 from grammar import Grammars, GrammarState, Masks, forbid
 from settings import MAX_GRAMMAR, Grammar, Options
@@ -658,8 +659,8 @@ def rules(n: int) -> str:
 
 LETTERS, PATTERN, NAMES = (
     MAX_GRAMMAR,
-    grammar_page.MAX_PATTERN_CHARACTERS,
-    grammar_page.MAX_NAMES,
+    bounds.MAX_PATTERN_CHARACTERS,
+    bounds.MAX_NAMES,
 )
 PADDING = "a" * (PATTERN - 20)
 BOUNDS = [  # what is compiled; what is one more than that; what is told of it

@@ -22,7 +22,7 @@ from testing.pages import PAGES, ROOT, nodes, tree
 
 ORDER = (
     "errors settings sampling quant parallel kernels edits flash kvcache paged model tokenizer "
-    "grammar request speculative drafters eagle gamma runner batcher proof generate serve "
+    "bounds grammar request speculative drafters eagle gamma runner batcher proof generate serve "
     "museum exercise"
 ).split()  # the root's: a page imports pages before it
 ENGINE = (

@@ -53,15 +53,14 @@ from app.shell import (
     alone_in,
     check_folder,
     is_out_of_memory,
-    new_file,
     say,
     status,
 )
 from batcher import Batcher
 from checkpoint.config import Config
-from checkpoint.files import Json, read_json
+from checkpoint.files import new_file, read_json, write_json
 from checkpoint.hub import find_folder, find_model
-from checkpoint.tensors import write_tensors
+from checkpoint.save import copy_files, save_model
 from errors import UserError
 from kernels import find_device
 from kvcache import AttentionMetadata, KVCache
@@ -366,7 +365,7 @@ def begin_run(out: Path, flags: dict[str, str]) -> Iterator[None]:
     with alone_in(out):
         file = out / RUN
         if not has_run(out):
-            bpe.write_json(file, flags)
+            write_json(file, flags)
         began = read_json(file) if file.exists() else {}
         for flag, value in flags.items():
             if flag not in FREE and began.get(flag, value) != value:
@@ -388,22 +387,6 @@ def new_model(config: Config, seed: int, device: torch.device | str = "cpu") -> 
         layer.o.weight.mul_(0.3)
         layer.down.weight.mul_(0.3)
     return llama
-
-
-def save_model(llama: Llama, folder: Path) -> None:
-    """Write a model folder, in bfloat16."""
-    save_folder(llama, folder, llama.config.to_dict() | {"torch_dtype": "bfloat16"})
-
-
-def save_folder(llama: Llama, folder: Path, config: Json, **more: Tensor) -> None:
-    """Write the weights of a model or a head in bfloat16, more tensors, and this config.json."""
-    tensors = dict(more)
-    for name, tensor in llama.named_tensors().items():
-        kept = tensor.detach().contiguous()
-        tensors[name] = kept.to(torch.bfloat16) if kept.is_floating_point() else kept
-    with new_file(folder / "model.safetensors") as new:
-        write_tensors(tensors, new)
-    bpe.write_json(folder / "config.json", config)
 
 
 def student_tokenizer(
@@ -511,7 +494,7 @@ def train_student(args: argparse.Namespace, stories: Sequence[str], target: Llam
     training.run(checkpoint)
     say(shown("after", evaluate(student, held_out, target)))
     if args.tokenizer is not None:
-        bpe.copy_files(find_folder(args.tokenizer), out, bpe.FILES)
+        copy_files(find_folder(args.tokenizer), out)
     save_model(student, out)
 
 

@@ -57,6 +57,7 @@ from checkpoint.eagle import EagleConfig
 from checkpoint.hub import find_model
 from checkpoint.load import open_checkpoint
 from checkpoint.progress import progress_bar
+from checkpoint.save import save_folder
 from eagle import EagleHead
 from errors import UserError
 from generate import Engine, Model
@@ -72,7 +73,6 @@ from train.distill import (
     check_out,
     count,
     make_optimizers,
-    save_folder,
     share,
 )
 from train.stories import hold_out, read_file

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from app.shell import alone_in
 from checkpoint.config import Config
+from checkpoint.save import save_model
 from errors import UserError
 from kvcache import AttentionMetadata
 from model import Llama
@@ -264,7 +265,7 @@ def test_on_a_full_disk_the_old_checkpoint_stays(tmp_path: Path, size: int) -> N
     run.resume(tmp_path / "state")
     assert run.steps == 0
     with largest_file(1000), pytest.raises(OSError, match="cannot be written"):
-        distill.save_model(run.student, tmp_path)
+        save_model(run.student, tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["state"]
 
 
