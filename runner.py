@@ -110,9 +110,9 @@ class ModelRunner:
 
     # ---- Requests
 
-    def open(self, request: Request, sibling: Request | None = None) -> None:
-        """Open a request for the drafter, and in the target's cache: anew, or as a fork of a
-        sibling with the same prompt. CacheFull is raised before anything has changed."""
+    def open(self, request: Request) -> None:
+        """Open a request for the drafter, and in the target's cache. CacheFull is raised before
+        anything has changed."""
         self.drafter.open(request)
         known = request.tokens
         if request.settings.prompt_logprobs is not None:
@@ -120,12 +120,7 @@ class ModelRunner:
             # tokens whose records are there.
             known = known[: len(request.prompt_logprobs) + 1]
         try:
-            if sibling is None:
-                request.seq, _ = self.cache.open(known)
-            else:  # the prompt's last token is computed again, for its logits
-                request.seq = self.cache.fork(sibling.seq)
-                length = min(self.cache.length(request.seq), request.num_prompt_tokens - 1)
-                self.cache.truncate(request.seq, length)
+            request.seq, _ = self.cache.open(known)
         except CacheFull:
             self.drafter.close(request)
             raise
@@ -249,6 +244,9 @@ class ModelRunner:
             new = self._finish(item.request, new, stats)
             item.request.logprobs += records[: len(new)]
             new_tokens[item.request] = new
+        for item in scheduled:
+            num_new = len(new_tokens.get(item.request, ()))
+            self.cache.commit(item.request.seq, item.request.tokens, num_new)
         return new_tokens
 
     def _choose_gamma(
@@ -333,42 +331,37 @@ class ModelRunner:
         pending token of each round, and after each of its drafts, round after round; then those of
         prompts (`ScheduledRequest.prompt_positions`), request after request.
 
-        The host knows the pending tokens; the device alone knows the drafts. So each input id is
-        looked up in the drafts of the round, [B · k], with the known tokens behind them. A chunk of
-        two tokens, then a round of one token with two drafts:
-
-            drafts, known   7 9 | 5 8 3       sources   2 3 | 4 0 1       input ids   5 8 | 3 7 9
+        Only the device has the drafted tokens. So the host writes 0 for each, and the device fills
+        these holes.
         """
         k = round.width - 1
-        num_padded = len(round.requests) * k  # drafts, with padding
-        known: list[int] = []
-        sources: list[int] = []  # [T]
+        to_store = []  # (sequence, its tokens)
+        holes: list[int] = []  # where drafts belong in the pass
+        drafts: list[int] = []  # which ones, of the proposal's [B · k]
         logits_indices: list[int] = []  # of rounds
         prompt_indices: list[int] = []
-        to_store = []  # (sequence, its tokens)
+        T = 0
         b = 0  # the next row of the round
         for item in scheduled:
-            shift = len(sources) - item.start  # from a position in the text to one in the pass
-            prompt_indices += [position + shift for position in item.prompt_positions]
             pending = item.request.tokens[item.start : item.stop]
             to_store.append((item.request.seq, pending + [0] * item.num_drafts))
-            first = num_padded + len(known)
-            sources += range(first, first + len(pending))
-            known += pending
+            prompt_indices += [T + position - item.start for position in item.prompt_positions]
+            end = T + len(pending)
             if item.samples:
-                last_pending = len(sources) - 1
-                logits_indices += range(last_pending, last_pending + item.num_drafts + 1)
-                sources += range(b * k, b * k + item.num_drafts)
+                logits_indices += range(end - 1, end + item.num_drafts)
+                holes += range(end, end + item.num_drafts)
+                drafts += range(b * k, b * k + item.num_drafts)
                 b += 1
+            T = end + item.num_drafts
         device = self.target.device
-        tokens = send(known, device)
-        if num_padded:
+        tokens = send([token for _, new in to_store for token in new], device)
+        if holes:
             # −1 stands for a draft whose logits were not finite: `check_tokens` raises later.
-            drafts = proposal.tokens.flatten().clamp(min=0)
-            tokens = torch.cat((drafts, tokens))[send(sources, device)]
+            proposed = proposal.tokens.flatten().clamp(min=0)
+            tokens[send(holes, device)] = proposed[send(drafts, device)]
         logits_indices += prompt_indices
         wanted = None  # the logits of all tokens
-        if logits_indices != [*range(len(sources))]:
+        if logits_indices != [*range(T)]:
             wanted = send(logits_indices, device)
         return self.target(tokens, self.cache.extend(to_store), wanted, features)
 
@@ -465,7 +458,6 @@ class ModelRunner:
         request.rounds.append(stats)
         if request.grammar_state is not None:
             self._settle_grammar(request, new)
-        self.cache.commit(request.seq, request.tokens, len(new))
         self.drafter.commit(request, len(new))
         return new
 
