@@ -27,7 +27,8 @@ import bench
 from measure import pictures
 from train import distill, quantize
 
-DOCUMENTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in bench.DOCUMENTS}
+NAMES_OF_DOCUMENTS = (*bench.DOCUMENTS, "docs/server.md", "CONTRIBUTING.md")
+DOCUMENTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in NAMES_OF_DOCUMENTS}
 README = DOCUMENTS["README.md"]
 TOUR = DOCUMENTS["TOUR.md"]
 EVERY = "\n".join(DOCUMENTS.values())
@@ -42,7 +43,7 @@ DEMONSTRATIONS = ("sampling", "gamma", "speculative", "train.bpe", "kernels")  #
 def test_tables_and_pictures_are_those_of_the_results():
     for name, text in DOCUMENTS.items():
         assert bench.with_figures(text) == text, f"{name}: bench.py --readme"
-    assert "<!-- memory of models -->" in README
+    assert "<!-- memory of models -->" in EVERY
     named = re.findall(r"figures of (results/[\w.-]+)", EVERY)
     for name, picture in pictures.draw_all(bench.load_results(named[0])).items():
         stored = (ROOT / "results" / f"{name}.svg").read_text(encoding="utf-8")
@@ -107,10 +108,11 @@ def test_links_lead_somewhere():
             target, _, anchor = link.partition("#")
             if link.startswith("http"):
                 continue
-            beside = (ROOT / name).parent / target
-            assert beside.exists() or (ROOT / target).exists(), link
+            path = (ROOT / name).parent / target if target else ROOT / name
+            assert path.exists(), f"{name}: {link}"
             if anchor:
-                assert anchor in anchors(DOCUMENTS[target or name]), link
+                document = path.resolve().relative_to(ROOT.resolve()).as_posix()
+                assert anchor in anchors(DOCUMENTS[document]), f"{name}: {link}"
 
 
 def test_there_is_one_order_of_reading():
