@@ -18,9 +18,10 @@ from app import flags as flags_page
 from app.shell import Terminated
 from batcher import Batcher
 from checkpoint.config import Config
+from checkpoint.weights import weight_bytes
 from conftest import SMALL, largest_file, program, told, write_model
 from generate import Model, generate
-from model import Llama, weight_bytes
+from model import Llama
 from runner import ModelRunner
 from sampling import TokenLogprob
 from test_eagle import random_head

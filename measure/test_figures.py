@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import bench
+from checkpoint.weights import weight_bytes
 from conftest import write_model
 from kernels import Ops
 from kvcache import KVCache, KVSpec
@@ -31,7 +32,7 @@ from measure.effort import QUICK, Effort
 from measure.gpu_parts import SHAPES
 from measure.serving import Served, random_request
 from measure.testing import Clock
-from model import Llama, weight_bytes
+from model import Llama
 from paged import PagedCache
 from train import perplexity
 

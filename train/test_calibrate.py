@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 
 from checkpoint.config import Config
 from checkpoint.formats import Quantization
+from checkpoint.weights import Layer
 from conftest import ROOT, SMALL
 from errors import UserError
 from kernels import Linear
-from model import Layer, Llama
+from model import Llama
 from quant import Quantized, quantize, rounded_product, unpack4
 from tokenizer import Tokenizer
 from train import calibrate
