@@ -55,7 +55,7 @@ from measure.machine import machine, results_file
 from measure.report import Results
 
 ROOT = Path(__file__).parent
-DOCUMENTS = ("README.md", "TOUR.md", "results/README.md")
+DOCUMENTS = ("README.md", "TOUR.md", "results/README.md", "docs/using.md")  # with figures
 SECTIONS: dict[str, Callable[[Effort], Any]] = {
     "stack": pair.stack,  # one technique added to the other
     "drafts": drafts.of_tiny,  # speculation by γ

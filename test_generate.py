@@ -19,7 +19,6 @@ import generate as page
 from checkpoint.formats import Quantization
 from checkpoint.hub import find_model
 from checkpoint.weights import weight_bytes
-from conftest import CHATML, add_noise, random_llama, write_model
 from errors import UserError
 from generate import DRAFTS, Draft, Engine, Model, generate, load_draft, plain_loop, stream
 from grammar import Grammars
@@ -29,8 +28,10 @@ from model import Llama
 from quant import nf4, widths
 from request import OutputStream, Request, Settings
 from settings import VERIFY, Options
-from test_drafters import LastToken
-from test_eagle import random_head, write_head
+from testing.folders import CHATML, write_model
+from testing.heads import random_head, write_head
+from testing.models import add_noise, random_llama
+from testing.toys import LastToken
 
 PROMPT = "Once upon a time, there was a little"
 

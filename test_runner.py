@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import runner as runner_page
-from conftest import add_noise
 from drafters import ModelDrafter, NgramDrafter, SelfDrafter
 from errors import UserError
 from gamma import MEASURED, PLAIN, TRIAL
@@ -25,7 +24,8 @@ from request import Request, RoundStats, Settings
 from runner import ModelRunner, ScheduledRequest
 from settings import Options
 from speculative import Drawing
-from test_speculative import COPY, TARGET, Kind, new_tokens, play, toy_runner
+from testing.models import add_noise
+from testing.toys import COPY, TARGET, Kind, new_tokens, play, toy_runner
 
 
 class Scripted(Toy):

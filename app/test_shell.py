@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from app.shell import Parser, begin, handled, raise_signal, status, write
-from conftest import PAGES, ROOT, heard
 from errors import UserError
+from testing.pages import PAGES, ROOT
+from testing.programs import heard
 
 PROGRAM = """
 from app.shell import begin

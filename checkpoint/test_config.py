@@ -9,8 +9,9 @@ import pytest
 
 from checkpoint.config import Config, end_tokens
 from checkpoint.files import read_json
-from conftest import SMALL, told
 from errors import UserError
+from testing.models import SMALL
+from testing.programs import told
 
 DATA = Path(__file__).parent.parent / "test_data"
 GOOD = json.loads((DATA / "mha" / "config.json").read_text())

@@ -10,7 +10,7 @@ import torch
 import cpu
 from cpu import CPU, native, selftest
 from cpu.compiled import compile_library, private_folder
-from cpu.test_products import has_tiles
+from cpu.testing import has_tiles
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=f"no C here: {native.why_not()}")
 

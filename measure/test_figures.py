@@ -10,7 +10,6 @@ import torch.nn.functional as F
 
 import bench
 from checkpoint.weights import weight_bytes
-from conftest import write_model
 from kernels import Ops
 from kvcache import KVCache, KVSpec
 from measure import (
@@ -34,6 +33,7 @@ from measure.serving import Served, random_request
 from measure.testing import Clock
 from model import Llama
 from paged import PagedCache
+from testing.folders import write_model
 from train import perplexity
 
 

@@ -16,10 +16,13 @@ from torch.overrides import TorchFunctionMode
 from app.shell import alone_in
 from checkpoint.config import Config
 from checkpoint.save import save_model
-from conftest import ROOT, SMALL, check_refusals, largest_file, write_model
 from errors import UserError
 from kvcache import AttentionMetadata
 from model import Llama
+from testing.folders import write_model
+from testing.models import SMALL
+from testing.pages import ROOT
+from testing.programs import check_refusals, largest_file
 from tokenizer import Tokenizer
 from train import bpe, distill, eagle
 from train.distill import (

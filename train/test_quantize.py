@@ -12,11 +12,12 @@ from safetensors.torch import load_file, save_file
 import quant
 from checkpoint.config import Config
 from checkpoint.formats import Quantization
-from conftest import check_refusals, largest_file, write_model
 from errors import UserError
 from kvcache import KVCache
 from model import Llama
 from quant import FORMATS
+from testing.folders import write_model
+from testing.programs import check_refusals, largest_file
 from tokenizer import Tokenizer
 from train import calibrate, quantize
 
