@@ -18,12 +18,13 @@ from safetensors.torch import load_file, save_file
 import generate as page
 from checkpoint.formats import Quantization
 from checkpoint.hub import find_model
+from checkpoint.weights import weight_bytes
 from errors import UserError
 from generate import DRAFTS, Draft, Engine, Model, generate, load_draft, plain_loop, stream
 from grammar import Grammars
 from kernels import Ops
 from kvcache import CacheFull
-from model import Llama, weight_bytes
+from model import Llama
 from quant import nf4, widths
 from request import OutputStream, Request, Settings
 from settings import VERIFY, Options
