@@ -303,7 +303,7 @@ SETTINGS: dict[str, float] = {
 }
 
 
-def read_settings(given: Mapping[str, Any], defaults: Settings) -> Settings:
+def settings_of(given: Mapping[str, Any], defaults: Settings) -> Settings:
     """The settings among the fields of a JSON object. One that is null, or is not there, is the
     default's. A grammar takes the place of one in another notation."""
     names = Settings.__dataclass_fields__

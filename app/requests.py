@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from checkpoint.files import parse_json
 from errors import UserError, check_names
 from request import Request
-from settings import Options, Settings, read_settings, refuse_value
+from settings import Options, Settings, settings_of, refuse_value
 
 if TYPE_CHECKING:
     from generate import Model
@@ -68,7 +68,7 @@ def read_requests(
                 chat = None  # it takes --raw back: the model's template, if it has one
             request = model.request(
                 line.fields["prompt"],
-                read_settings(line.fields, defaults),
+                settings_of(line.fields, defaults),
                 options,
                 system if own_system is None else own_system,
                 chat,
