@@ -40,7 +40,7 @@ def refuse_value(name: str, value: Any, rule: str) -> NoReturn:
     raise error
 
 
-def number(low: float, high: float, words: str, kind: type = float) -> Rule:
+def within(low: float, high: float, words: str, kind: type = float) -> Rule:
     """words: the range, as an error tells it. kind int: a whole number, which some write as 3.0."""
     rule = f"a whole number {words}" if kind is int else words
 
@@ -56,7 +56,7 @@ def number(low: float, high: float, words: str, kind: type = float) -> Rule:
 def check_whole(name: str, value: Any, low: int, high: int | None, more: str = "") -> None:
     """UserError unless it is a whole number of this range."""
     words = f"of at least {low}" if high is None else f"from {low} to {high}"
-    number(low, math.inf if high is None else high, words + more, int)(name, value)
+    within(low, math.inf if high is None else high, words + more, int)(name, value)
 
 
 def one_of(*words: str) -> Rule:
@@ -76,7 +76,7 @@ def true_or_false(name: str, value: Any) -> bool:
     return value
 
 
-def texts(name: str, value: Any) -> tuple[str, ...]:
+def list_of_texts(name: str, value: Any) -> tuple[str, ...]:
     """One text or several, as a tuple."""
     several = [value] if isinstance(value, str) else value
     if isinstance(several, (list, tuple)):
@@ -87,7 +87,7 @@ def texts(name: str, value: Any) -> tuple[str, ...]:
 
 def choices(name: str, value: Any) -> tuple[str, ...]:
     """Texts, at least one."""
-    return texts(name, value or "")
+    return list_of_texts(name, value or "")
 
 
 def unicode_text(name: str, value: Any) -> str:
@@ -114,27 +114,27 @@ def json_schema(name: str, value: Any) -> str:
 def top_share(name: str, value: Any) -> float:
     """The smallest one keeps the most probable token alone, as 0 does."""
     words = "from 0 (keeps the most probable alone) to 1 (keeps all)"
-    return max(number(0, 1, words)(name, value), LEAST_TOP_P)
+    return max(within(0, 1, words)(name, value), LEAST_TOP_P)
 
 
 def num_drafts(name: str, value: Any) -> int | None:
     """None: gamma.py chooses."""
     return (
-        None if value == "auto" else number(0, math.inf, "of at least 0 or auto", int)(name, value)
+        None if value == "auto" else within(0, math.inf, "of at least 0 or auto", int)(name, value)
     )
 
 
 # ---- Declarations --------------------------------------------------------------------------------
 
 
-def declared(default: Any, rule: Rule, help: str, **more: Any) -> Any:
+def checked(default: Any, rule: Rule, help: str, **more: Any) -> Any:
     """A field. A default of None is no value, and keeps no rule. help: of its flag. more: neutral,
     of a setting of sampling: the value that changes nothing."""
     return field(default=default, metadata=dict(rule=rule, help=help, **more))
 
 
-class Declared:
-    """Its fields are `declared`. UserError for a name or a value that is wrong."""
+class Checked:
+    """Its fields are `checked`. UserError for a name or a value that is wrong."""
 
     def __new__(cls, *values: Any, **named: Any) -> Any:
         check_names(named, cls.__dataclass_fields__, cls.__name__[:-1].lower())
@@ -149,78 +149,78 @@ class Declared:
 
 
 @dataclass(frozen=True)
-class Settings(Declared):
+class Settings(Checked):
     """How one text is made. A setting of sampling that is None is the one that the model's makers
     recommend, and a seed of None is drawn (`generate.Model.complete`)."""
 
-    temperature: float | None = declared(
+    temperature: float | None = checked(
         None,
-        number(0, 1e30, "from 0 (always the most probable token) to 1e30"),
+        within(0, 1e30, "from 0 (always the most probable token) to 1e30"),
         "0: always the most probable token (default: as the model recommends; where it recommends "
         "nothing 0, in a chat 0.7, with --top-k, --top-p or --min-p 1)",
         neutral=1.0,
     )
     _: KW_ONLY
-    top_k: int | None = declared(
+    top_k: int | None = checked(
         None,
-        number(0, 2**31, "from 0 (keeps all) to 2^31", int),
+        within(0, 2**31, "from 0 (keeps all) to 2^31", int),
         "keep the k most probable",
         neutral=0,
     )
-    top_p: float | None = declared(
+    top_p: float | None = checked(
         None, top_share, "keep the fewest holding this share", neutral=1.0
     )
-    min_p: float | None = declared(
+    min_p: float | None = checked(
         None,
-        number(0, 1, "between 0 (keeps all) and 1"),
+        within(0, 1, "between 0 (keeps all) and 1"),
         "keep this share of the largest",
         neutral=0.0,
     )
-    seed: int | None = declared(
+    seed: int | None = checked(
         None,
-        number(-(2**63), 2**63 - 1, "from -2^63 to 2^63 - 1", int),
+        within(-(2**63), 2**63 - 1, "from -2^63 to 2^63 - 1", int),
         "the same seed gives the same text; unset: a new one, which is told",
     )
-    max_tokens: int = declared(
+    max_tokens: int = checked(
         512,
-        number(0, math.inf, "of at least 0", int),
+        within(0, math.inf, "of at least 0", int),
         "make at most so many (default %(default)s); 0: the prompt is read, and nothing is made",
     )
-    stop: tuple[str, ...] = declared((), texts, "end before this text; may be repeated")
-    gamma: int | None = declared(
+    stop: tuple[str, ...] = checked((), list_of_texts, "end before this text; may be repeated")
+    gamma: int | None = checked(
         None,
         num_drafts,
         "tokens drafted a round, or auto (default): what pays best by the clock, 0 too",
     )
-    logprobs: int | None = declared(
+    logprobs: int | None = checked(
         None,
-        number(0, MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}", int),
+        within(0, MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}", int),
         "in JSON: ln p of each token, and of so many of the most probable (before filters)",
     )
-    prompt_logprobs: int | None = declared(
+    prompt_logprobs: int | None = checked(
         None,
-        number(0, MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}", int),
+        within(0, MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}", int),
         "in JSON: the same, of the prompt's tokens from the second on (--max-tokens 0: of these "
         "alone)",
     )
-    special: bool = declared(
+    special: bool = checked(
         False,
         true_or_false,
         "a raw prompt means the control tokens that it spells (default: they are text)",
     )
-    thinking: bool | None = declared(
+    thinking: bool | None = checked(
         None,
         true_or_false,
         "whether to think first, for chat templates that ask (Qwen 3; default: the template's)",
     )
-    schema: str | None = declared(
+    schema: str | None = checked(
         None,
         json_schema,
         'a JSON schema: a file, - for standard input, or in place: {"type": …}',
     )
-    regex: str | None = declared(None, unicode_text, "a regular expression for the whole text")
-    choice: tuple[str, ...] | None = declared(None, choices, "one of these texts; to be repeated")
-    grammar: str | None = declared(None, unicode_text, "a file with a grammar in Lark")
+    regex: str | None = checked(None, unicode_text, "a regular expression for the whole text")
+    choice: tuple[str, ...] | None = checked(None, choices, "one of these texts; to be repeated")
+    grammar: str | None = checked(None, unicode_text, "a file with a grammar in Lark")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -242,48 +242,48 @@ class Settings(Declared):
 
 
 @dataclass(frozen=True)
-class Options(Declared):
+class Options(Checked):
     """How an engine makes all of its texts."""
 
-    max_len: int | None = declared(
+    max_len: int | None = checked(
         None,
-        number(2, math.inf, "of at least 2", int),
+        within(2, math.inf, "of at least 2", int),
         "prompt and answer, at most (default: as memory allows, up to the model's limit)",
     )
-    max_batch: int = declared(
+    max_batch: int = checked(
         16,
-        number(1, math.inf, "of at least 1", int),
+        within(1, math.inf, "of at least 1", int),
         "at most so many texts at a time (default %(default)s)",
     )
-    verify: str = declared(
+    verify: str = checked(
         "block",
         one_of(*VERIFY),
         "drafts as a block (default), which accepts the most; token by token; or coupled (default "
         "with --seed, unless --gamma is a number): target and seed alone decide the text",
     )
-    use_cache: bool = declared(
+    use_cache: bool = checked(
         True,
         true_or_false,
         "--no-cache: run generate.py's plain_loop, which computes all again for each token, to "
         "feel the difference",
     )
-    kv: str = declared(
+    kv: str = checked(
         "paged",
         one_of("paged", "contiguous"),
         "keys and values in blocks, on demand (paged, default), or in reserved rows (contiguous)",
     )
-    kv_bits: str = declared(
+    kv_bits: str = checked(
         "16",
         one_of("16", "8", "4", "8/4"),
         "keep keys and values in 8 or 4 bits, or keys in 8 and values in 4 (8/4; default 16)",
     )
-    kv_memory: float | None = declared(
+    kv_memory: float | None = checked(
         None,
-        number(0, math.inf, "a share of free memory, or bytes"),
+        within(0, math.inf, "a share of free memory, or bytes"),
         "for keys and values: bytes, or, up to 1, a share of what is free (default: what the texts "
         "may need, at most 80 %% of what is free)",
     )
-    prefix_caching: bool = declared(
+    prefix_caching: bool = checked(
         True,
         true_or_false,
         "--no-prefix-cache: read every prompt from its beginning, also where another began alike",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from checkpoint.files import parse_json
 from errors import UserError, check_names
 from request import Request
-from settings import Options, Settings, settings_of, refuse_value
+from settings import Options, Settings, refuse_value, settings_of
 
 if TYPE_CHECKING:
     from generate import Model
