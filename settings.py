@@ -119,9 +119,9 @@ def top_share(name: str, value: Any) -> float:
 
 def num_drafts(name: str, value: Any) -> int | None:
     """None: gamma.py chooses."""
-    return (
-        None if value == "auto" else within(0, math.inf, "of at least 0 or auto", int)(name, value)
-    )
+    if value == "auto":
+        return None
+    return within(0, math.inf, "of at least 0 or auto", int)(name, value)
 
 
 # ---- Declarations --------------------------------------------------------------------------------
