@@ -237,7 +237,7 @@ def check_told(request: Request) -> None:
     assert_close(numbers(request.prompt_logprobs), plain_logprobs(request), rtol=0, atol=1e-9)
 
 
-def test_prompts_are_told_once_whatever_is_cached_forked_or_read_again():
+def test_prompts_are_told_once_whatever_is_cached_or_read_again():
     """A prompt is found in the cache; the first of three texts is cancelled amid the prompt, which
     the others read; a prompt is preempted after some chunks."""
 
@@ -443,9 +443,9 @@ def steps_of_opens(batcher: Batcher) -> list[int]:
     steps = []
     open_request = batcher.runner.open
 
-    def noted(request, sibling):
+    def noted(request):
         steps.append(batcher.num_steps)
-        open_request(request, sibling)
+        open_request(request)
 
     batcher.runner.open = noted
     return steps

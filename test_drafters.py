@@ -284,25 +284,6 @@ def test_no_block_with_a_drafts_keys_and_values_is_cached():
         assert digit in [(token + 1) * 4**i for i in range(7)]
 
 
-def test_drafts_in_a_shared_or_cached_block_are_written_to_a_copy():
-    cache = PagedCache(KVSpec(1, 1, 1, dtype=torch.float64), 40, 2)
-    runner, request = drafting(cache, 3, (1, 0, 2))
-    sibling = cache.fork(request.seq)
-    before = stored(cache, sibling, cache.length(sibling))
-    runner.step([runner.schedule(request)])
-    assert equal(before, stored(cache, sibling, cache.length(sibling)))
-    cache.free(sibling)
-    cached = {block: cache.values.parts[0][0, block].clone() for block in cache.pool.key_of}
-    assert cached
-    cache.truncate(request.seq, 1)  # into a block that `open` finds
-    request.tokens = request.tokens[:2]
-    request.num_prompt_tokens = 1
-    runner.drafter.propose(toy_round(request, 3))
-    cache.check()
-    for block in cached.keys() & cache.pool.key_of.keys():
-        assert torch.equal(cache.values.parts[0][0, block], cached[block])
-
-
 def test_the_copy_drafts_only_behind_what_the_target_has_read():
     """After a preemption the target reads all but the last token first, as a chunk."""
     cache = toy_cache(1)

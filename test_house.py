@@ -30,12 +30,12 @@ ENGINE = (
     "runner batcher"
 ).split()  # in the order of reading: what the rest stands on
 WINGS = {  # the pages of checkpoint/ that a page of the root may import
-    "model": {"checkpoint.load", "checkpoint.progress"},
+    "model": {"checkpoint.load", "checkpoint.weights"},
     "tokenizer": {
         f"checkpoint.{page}"
         for page in "vocabulary pieces gguf gguf_vocabulary hub chat files".split()
     },
-    "eagle": {"checkpoint.load"},
+    "eagle": {"checkpoint.weights"},
     "exercise": {"app.shell"},
     "generate": {f"checkpoint.{page}" for page in "eagle generation hub load".split()},
 }

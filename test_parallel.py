@@ -42,11 +42,12 @@ from app.launch import (
 from app.shell import handled
 from checkpoint.config import Config
 from checkpoint.layouts import load_quantization
+from checkpoint.weights import weight_bytes
 from conftest import examples
 from errors import UserError
 from generate import Engine, Model, check_draft, load_draft
 from kvcache import KVCache, KVSpec
-from model import Llama, weight_bytes
+from model import Llama
 from parallel import group_for, num_processes, shard_config, shard_tensor, stop_flag
 from request import OutputStream, Settings
 from settings import Options

@@ -469,6 +469,7 @@ def test_a_drafter_catches_up_by_no_more_than_a_budget():
     prompt = [*range(10)] * 5
     seq, _ = cache.open(prompt)
     cache.extend([(seq, prompt)])
+    cache.commit(seq, [*prompt, 0], 1)
     cache.free(seq)
     runner = scripted_runner([0] * 100, [0] * 100, budget=8)
     runner.cache = cache

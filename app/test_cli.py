@@ -18,8 +18,9 @@ from app import flags as flags_page
 from app.shell import Terminated
 from batcher import Batcher
 from checkpoint.config import Config
+from checkpoint.weights import weight_bytes
 from generate import Model, generate
-from model import Llama, weight_bytes
+from model import Llama
 from runner import ModelRunner
 from sampling import TokenLogprob
 from testing.folders import write_model

@@ -31,6 +31,7 @@ from app.shell import say
 from checkpoint.config import Config
 from checkpoint.hub import find_folder
 from checkpoint.save import copy_files, save_model
+from checkpoint.weights import weight_bytes
 from errors import UserError
 from generate import Model
 from measure.clock import in_turns, ratio, read_bandwidth
@@ -38,7 +39,7 @@ from measure.effort import Effort
 from measure.machine import has_bfloat16
 from measure.serving import serve_texts
 from measure.steps import PROMPTS, Rows, label
-from model import Llama, weight_bytes
+from model import Llama
 from quant import Kind
 from request import Settings
 from tokenizer import Tokenizer

@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 
 from checkpoint.config import Config
 from checkpoint.formats import Quantization
+from checkpoint.weights import Layer
 from errors import UserError
 from kernels import Linear
-from model import Layer, Llama
+from model import Llama
 from quant import Quantized, quantize, rounded_product, unpack4
 from testing.models import SMALL
 from testing.pages import ROOT
