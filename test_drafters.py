@@ -16,7 +16,7 @@ from kernels import Ops
 from kvcache import CacheFull, KVCache, KVSpec
 from model import Llama
 from paged import PagedCache
-from proof import Toy, Walk, distance, enumerate_law
+from proof import Toy
 from quant import WIDTHS, quantize
 from request import Request, Settings
 from runner import ModelRunner, ScheduledRequest
@@ -24,7 +24,7 @@ from sampling import probabilities
 from settings import Options
 from speculative import Drawing, Round
 from testing.models import SMALL, proposed, read
-from testing.toys import COPY, KINDS, TARGET, LastToken, Place, new_tokens, play, toy_cache
+from testing.toys import COPY, TARGET, Place, toy_cache
 
 
 def toy_round(request: Request, num_drafts: int, V: int = 3) -> Round:
@@ -83,23 +83,6 @@ def test_ngram_proposal_is_a_one_hot_distribution():
     assert drafted.tolist() == [[3, 1], [-1, -1]]
     assert q.sum(-1).tolist() == [[1, 1, 0], [0, 0, 0]]
     assert q[0, 0, 3] == q[0, 1, 1] == 1
-
-
-# ---- Any drafter is exact
-
-
-@pytest.mark.parametrize("make", [NgramDrafter, LastToken])  # those without weights
-@pytest.mark.parametrize("kind", KINDS)
-def test_law_with_a_drafter_without_weights(make, kind):
-    def run(walk: Walk, n: int) -> list:
-        runner = ModelRunner(
-            TARGET, toy_cache(n), Drawing(TARGET.V, make_coin=walk), drafter=make()
-        )
-        requests = [kind.request(seed) for seed in range(n)]
-        play(runner, requests)
-        return list(map(new_tokens, requests))
-
-    assert distance(enumerate_law(run, width=256), kind.law()) < 1e-12
 
 
 # ---- In coupled mode nobody reads the distributions
