@@ -33,7 +33,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from app.shell import Parser, check_file, new_file, number_or_word, say, status, write
+from app.shell import Parser, number_or_word, say, status, write
+from checkpoint.files import check_file, new_file
 from errors import UserError
 from measure import (
     drafts,

@@ -145,8 +145,8 @@ class Group:
         """The sum over processes. Each has the product with its own columns of W."""
         return y
 
-    def embed(self, tokens: Tensor, num_rows: int, embed: Callable[[Tensor], Tensor]) -> Tensor:
-        """embed(tokens): int64[T] -> [T, C]. Each process holds num_rows rows of the embedding."""
+    def embed(self, tokens: Tensor, vocab_size: int, embed: Callable[[Tensor], Tensor]) -> Tensor:
+        """embed(tokens): int64[T] -> [T, C]. Each process holds ⌈V / n⌉ rows of the embedding."""
         return embed(tokens)
 
     def gather(self, logits: Tensor, vocab_size: int) -> Tensor:
@@ -182,7 +182,8 @@ class Processes(Group):
         dist.all_reduce(y)
         return y
 
-    def embed(self, tokens: Tensor, num_rows: int, embed: Callable[[Tensor], Tensor]) -> Tensor:
+    def embed(self, tokens: Tensor, vocab_size: int, embed: Callable[[Tensor], Tensor]) -> Tensor:
+        num_rows = math.ceil(vocab_size / self.n)
         row = tokens - self.rank * num_rows
         elsewhere = (row < 0) | (row >= num_rows)  # bool[T]: in another process
         x = embed(row.masked_fill(elsewhere, 0))

@@ -50,7 +50,7 @@ class Request:
     logprobs: list[TokenLogprob] = field(default_factory=list)  # those of new tokens, if asked for
     # Those of the prompt's tokens from the second on, if asked for. Texts of one prompt share them.
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    sibling: Request | None = None  # a request with the same prompt, to fork the cache from
+    sibling: Request | None = None  # a request whose reading of the same prompt this one awaits
     turn: float = 0.0  # the turn in the queue (batcher.py)
     arrived: float = 0.0  # seconds, by time.perf_counter
     started: float = 0.0  # when the request was first admitted (batcher.py)

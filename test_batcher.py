@@ -3,7 +3,7 @@
 import gc
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import contextmanager
 from itertools import chain
 from unittest.mock import patch
@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from batcher import RETRY_AFTER, Batcher
-from conftest import add_noise, examples, random_llama, write_model
-from drafters import Drafter, ModelDrafter, NgramDrafter, SelfDrafter
+from conftest import examples
+from drafters import ModelDrafter, NgramDrafter, SelfDrafter
 from errors import UserError
 from generate import Engine, Model, load_draft
 from kvcache import Cache, KVCache, KVSpec
@@ -30,29 +30,11 @@ from runner import ModelRunner, ScheduledRequest
 from sampling import TokenLogprob, token_logprobs
 from settings import Options
 from speculative import Drawing
-from test_drafters import LastToken
-from test_speculative import COPY, DRAFT, TARGET, Kind, new_tokens
+from testing.folders import write_model
+from testing.toys import COPY, DRAFT, TARGET, Kind, LastToken, new_tokens
+from testing.worlds import LLAMA, drafter_of, paged, random_tokens
 
 V = 259
-
-
-LLAMA = random_llama(1, max_position_embeddings=300)
-SMALLER = random_llama(1, max_position_embeddings=300, num_hidden_layers=1)
-# As if its weights were rounded.
-ROUNDED = add_noise(random_llama(1, max_position_embeddings=300))
-
-
-def paged(llama: Llama, blocks: int, size: int, sharing=True, bits: Bits = (16, 16)) -> PagedCache:
-    return PagedCache(llama.kv_spec(bits=bits), blocks, size, prefix_caching=sharing)
-
-
-def drafter_of(name: str, cache: Cache, make_cache: Callable[[Llama], Cache]) -> Drafter | None:
-    """cache: the target's; make_cache: makes another."""
-    if name == "model":
-        return ModelDrafter(SMALLER, make_cache(SMALLER))
-    if name == "self":
-        return SelfDrafter(ROUNDED, cache)
-    return NgramDrafter() if name == "ngram" else None
 
 
 def made_alone(request: Request, drafter="none", coupled=False, bits: Bits = (16, 16)) -> Request:
@@ -85,10 +67,6 @@ def numbers(entries: Sequence[TokenLogprob]) -> Tensor:
 # ---- Any workload
 
 PREFIX = torch.randint(256, (200,), generator=torch.Generator().manual_seed(5)).tolist()
-
-
-def random_tokens(count: int, seed: int = 0) -> list[int]:
-    return torch.randint(256, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 @st.composite
@@ -259,7 +237,7 @@ def check_told(request: Request) -> None:
     assert_close(numbers(request.prompt_logprobs), plain_logprobs(request), rtol=0, atol=1e-9)
 
 
-def test_prompts_are_told_once_whatever_is_cached_forked_or_read_again():
+def test_prompts_are_told_once_whatever_is_cached_or_read_again():
     """A prompt is found in the cache; the first of three texts is cancelled amid the prompt, which
     the others read; a prompt is preempted after some chunks."""
 
@@ -465,9 +443,9 @@ def steps_of_opens(batcher: Batcher) -> list[int]:
     steps = []
     open_request = batcher.runner.open
 
-    def noted(request, sibling):
+    def noted(request):
         steps.append(batcher.num_steps)
-        open_request(request, sibling)
+        open_request(request)
 
     batcher.runner.open = noted
     return steps

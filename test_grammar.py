@@ -19,8 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batcher import Batcher
-from checkpoint.test_pieces import load, tokenizer_model
-from conftest import ROOT, Place, examples, write_tokenizer
+from conftest import examples
 from drafters import ModelDrafter, NgramDrafter
 from errors import UserError
 from generate import Engine, Model, generate, load_draft
@@ -30,11 +29,15 @@ from request import OutputStream, Request, Settings
 from runner import ModelRunner
 from sampling import probabilities
 from speculative import Drawing, Round
-from test_batcher import LLAMA, drafter_of, paged, random_tokens
-from test_speculative import Kind, laws_of, new_tokens, toy_cache
+from testing.folders import write_tokenizer
+from testing.pages import ROOT
+from testing.pieces import load, tokenizer_model
+from testing.toys import Kind, Place, laws_of, new_tokens, toy_cache
+from testing.worlds import LLAMA, drafter_of, paged, random_tokens
 from tokenizer import Tokenizer
 
 pytest.importorskip("llguidance", reason="requirements-extra.txt is not installed")
+import bounds
 import grammar as grammar_page
 from grammar import Grammars, GrammarState, Masks, forbid
 from settings import MAX_GRAMMAR, Grammar, Options
@@ -656,8 +659,8 @@ def rules(n: int) -> str:
 
 LETTERS, PATTERN, NAMES = (
     MAX_GRAMMAR,
-    grammar_page.MAX_PATTERN_CHARACTERS,
-    grammar_page.MAX_NAMES,
+    bounds.MAX_PATTERN_CHARACTERS,
+    bounds.MAX_NAMES,
 )
 PADDING = "a" * (PATTERN - 20)
 BOUNDS = [  # what is compiled; what is one more than that; what is told of it

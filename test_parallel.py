@@ -24,18 +24,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.launch import read_once
-from app.test_chat import Terminal
 from checkpoint.config import Config
 from checkpoint.layouts import load_quantization
-from conftest import ROOT, SMALL, examples, heard, write_model
+from checkpoint.weights import weight_bytes
+from conftest import examples
 from errors import UserError
 from generate import Engine, Model, check_draft, load_draft
 from kvcache import KVCache, KVSpec
-from model import Llama, weight_bytes
+from model import Llama
 from parallel import group_for, num_processes, shard_config, shard_tensor
 from request import Settings
 from settings import Options
-from test_eagle import random_head, write_head
+from testing.folders import write_model
+from testing.heads import random_head, write_head
+from testing.models import SMALL
+from testing.pages import ROOT
+from testing.programs import Terminal, heard
 
 WIDE = dict(hidden_size=32, intermediate_size=256, head_dim=64, num_key_value_heads=4)
 QUIET = os.environ | {"OMP_NUM_THREADS": "1"}

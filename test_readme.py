@@ -10,14 +10,16 @@ from importlib.util import find_spec
 
 import pytest
 
+import bounds
 import grammar
 import settings
 from app import asgi, connections, openai, server
 from app.flags import generate_flags, server_flags
 from checkpoint import sandbox
-from conftest import FOLDERS, PAGES, ROOT, program
 from exercise import exercise_flags
-from test_house import ENGINE, ORDER, nodes, tree
+from test_house import ENGINE, ORDER
+from testing.pages import FOLDERS, PAGES, ROOT, nodes, tree
+from testing.programs import program
 
 for name in ("bench", "train.distill", "train.quantize", "cpu", "gpu"):
     pytest.importorskip(name, reason="README.md is that of the whole tree")
@@ -77,9 +79,9 @@ def test_the_table_of_bounds_is_that_of_the_code():
         [openai.MAX_ECHOED],
         [
             settings.MAX_GRAMMAR,
-            grammar.MAX_PATTERN_CHARACTERS,
-            grammar.MAX_NAMES,
-            grammar.MAX_REMAINDERS,
+            bounds.MAX_PATTERN_CHARACTERS,
+            bounds.MAX_NAMES,
+            bounds.MAX_REMAINDERS,
         ],
         [server.MAX_COMPILING, server.COMPILE_SECONDS],
         [grammar.LIMITS["step_max_items"], 1000 * grammar.SLOW_MASK, 1000 * grammar.SLOW_STEP],

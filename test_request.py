@@ -6,8 +6,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from checkpoint import test_pieces
-from conftest import ROOT
 from generate import Model
 from request import (
     OutputStream,
@@ -19,6 +17,8 @@ from request import (
     StopStrings,
 )
 from sampling import TokenLogprob
+from testing import pieces
+from testing.pages import ROOT
 from tokenizer import Tokenizer
 
 # ---- Stop strings
@@ -126,7 +126,7 @@ def test_a_reply_has_no_space_that_a_continued_text_keeps(instruct, tmp_path):
     model = Model.load(instruct)
     assert model.request("hi", Settings()).is_reply
     assert not model.request("hi", Settings(), chat=False).is_reply
-    tokenizer = test_pieces.load(tmp_path, test_pieces.tokenizer_json())
+    tokenizer = pieces.load(tmp_path, pieces.tokenizer_json())
     ids = tokenizer.encode("the cat")
     for is_reply, text in ((True, "the cat"), (False, " the cat")):
         first = Request([1], Settings(seed=2**63 - 1), is_reply=is_reply)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import runner as runner_page
-from conftest import add_noise
 from drafters import ModelDrafter, NgramDrafter, SelfDrafter
 from errors import UserError
 from gamma import MEASURED, PLAIN, TRIAL
@@ -25,7 +24,8 @@ from request import Request, RoundStats, Settings
 from runner import ModelRunner, ScheduledRequest
 from settings import Options
 from speculative import Drawing
-from test_speculative import COPY, TARGET, Kind, new_tokens, play, toy_runner
+from testing.models import add_noise
+from testing.toys import COPY, TARGET, Kind, new_tokens, play, toy_runner
 
 
 class Scripted(Toy):
@@ -469,6 +469,7 @@ def test_a_drafter_catches_up_by_no_more_than_a_budget():
     prompt = [*range(10)] * 5
     seq, _ = cache.open(prompt)
     cache.extend([(seq, prompt)])
+    cache.commit(seq, [*prompt, 0], 1)
     cache.free(seq)
     runner = scripted_runner([0] * 100, [0] * 100, budget=8)
     runner.cache = cache

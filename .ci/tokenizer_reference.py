@@ -21,9 +21,9 @@ from sentencepiece import SentencePieceProcessor
 from tokenizers import Tokenizer as Reference
 from transformers import AutoTokenizer
 
-from app.test_tools import TOOLS, with_tools
 from checkpoint.gguf_vocabulary import QWEN2_SPLIT
 from checkpoint.vocabulary import alphabet
+from testing.http import TOOLS, with_tools
 from tokenizer import Tokenizer
 
 CONVERSATIONS = [

@@ -35,10 +35,11 @@ from app.shell import MAX_MESSAGE, Terminated, say, status, write
 from checkpoint.chat import replace_surrogates
 from checkpoint.hub import find_model
 from checkpoint.load import open_checkpoint
+from checkpoint.weights import weight_bytes
 from errors import UserError, brief
 from generate import Draft, Engine, Model, check_draft, load_draft
 from kernels import find_device
-from model import Llama, weight_bytes
+from model import Llama
 from parallel import shard_config
 from request import OutputStream, Request, Result, Settings
 from settings import Options

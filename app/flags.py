@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from app.shell import Parser, check_file, flag, number_or_word, status
+from app.shell import Parser, flag, number_or_word, status
+from checkpoint.files import check_file
 from errors import UserError
 from settings import MAX_TOKENS, VERIFY, Settings
 

@@ -18,12 +18,15 @@ from app import flags as flags_page
 from app.shell import Terminated
 from batcher import Batcher
 from checkpoint.config import Config
-from conftest import SMALL, largest_file, program, told, write_model
+from checkpoint.weights import weight_bytes
 from generate import Model, generate
-from model import Llama, weight_bytes
+from model import Llama
 from runner import ModelRunner
 from sampling import TokenLogprob
-from test_eagle import random_head
+from testing.folders import write_model
+from testing.heads import random_head
+from testing.models import SMALL
+from testing.programs import largest_file, program, told
 
 PROMPT = "Once upon a time"
 FLOAT64 = ("--dtype", "float64")

@@ -7,8 +7,9 @@ import subprocess
 import sys
 
 from app import flags
-from conftest import ROOT, told
 from settings import MAX_TOKENS
+from testing.pages import ROOT
+from testing.programs import told
 
 AT_ONCE = 0.3  # seconds of the processor: other programs do not count
 

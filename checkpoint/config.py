@@ -14,10 +14,14 @@ frequencies by numbers that no config.json has.)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from checkpoint.files import Json, read_json
 from checkpoint.formats import Layout, check_setting
@@ -146,6 +150,28 @@ class Config:
     def has_head_norm(self) -> bool:
         """Whether each head of q and of k is normed."""
         return self.model_type == "qwen3"
+
+    def rope_frequencies(self) -> Tensor:
+        """Radians by which each pair of dimensions turns from a position to the next: float32[D/2].
+
+        For texts longer than in training (`rope_scaling`), frequencies are divided. The linear
+        kind divides all of them by `factor`. The llama3 kind divides those of slow pairs: pairs
+        that make fewer than low_freq_factor turns over the original context, and in part pairs that
+        make up to high_freq_factor. With `factors`, each frequency has its own.
+        """
+        D = self.head_dim
+        frequencies = 1.0 / self.rope_theta ** (torch.arange(0, D, 2, dtype=torch.float32) / D)
+        scaling = self.rope_scaling or {}
+        if "factors" in scaling:
+            return frequencies / torch.tensor(scaling["factors"], dtype=torch.float32)
+        slowed = frequencies / scaling.get("factor", 1)
+        if "original_max_position_embeddings" not in scaling:
+            return slowed
+        turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+        low = scaling["low_freq_factor"]
+        high = scaling["high_freq_factor"]
+        keep = ((turns - low) / (high - low)).clamp(0, 1)  # 1: a fast pair, kept; 0: a slow one
+        return keep * frequencies + (1 - keep) * slowed
 
     @classmethod
     def load(cls, folder: Path) -> Config:

@@ -17,10 +17,13 @@ from app.cli import main as cli
 from checkpoint.config import Config
 from checkpoint.formats import Quantization
 from checkpoint.layouts import load_quantization
-from conftest import SMALL, examples, told, write_tokenizer
+from conftest import examples
 from errors import UserError
 from model import Llama
 from quant import nf4
+from testing.folders import write_tokenizer
+from testing.models import SMALL
+from testing.programs import told
 
 TABLE = [  # NF4's, as published
     float(number)

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from checkpoint.generation import GenerationConfig
-from checkpoint.test_gguf import number, string, write
 from errors import UserError
+from testing.gguf import number, string, write
 
 
 def test_settings_follow_do_sample():

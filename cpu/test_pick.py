@@ -9,12 +9,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import sampling
-from conftest import Place
 from cpu import CPU, native
 from request import Request, Settings
 from sampling import GOLDEN, MIX1, MIX2, Keyed, draft_role, pick
 from settings import RULES
 from speculative import Drawing, Round
+from testing.toys import Place
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=f"no C here: {native.why_not()}")
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import bench
-from conftest import check_refusals, program
 from measure import pair, report
 from measure.effort import QUICK
 from measure.machine import machine
+from testing.programs import check_refusals, program
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import bench
+from checkpoint.weights import weight_bytes
 from errors import UserError
 from measure import plan
 from measure.plan import GPUS, KV_SHARE, MODELS, Plan
-from model import Llama, weight_bytes
+from model import Llama
 from paged import PagedCache
 from quant import WIDTHS
 

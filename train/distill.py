@@ -39,12 +39,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.shell import Parser, new_file, say, status
+from app.shell import Parser, say, status
 from batcher import Batcher
 from checkpoint.config import Config
-from checkpoint.files import Json
 from checkpoint.hub import find_folder
-from checkpoint.tensors import write_tensors
+from checkpoint.save import copy_files, save_model
 from errors import UserError
 from kernels import find_device
 from kvcache import AttentionMetadata, KVCache
@@ -198,22 +197,6 @@ def new_model(config: Config, seed: int, device: torch.device | str = "cpu") -> 
     return llama
 
 
-def save_model(llama: Llama, folder: Path) -> None:
-    """Write a model folder, in bfloat16."""
-    save_folder(llama, folder, llama.config.to_dict() | {"torch_dtype": "bfloat16"})
-
-
-def save_folder(llama: Llama, folder: Path, config: Json, **more: Tensor) -> None:
-    """Write the weights of a model or a head in bfloat16, more tensors, and this config.json."""
-    tensors = dict(more)
-    for name, tensor in llama.named_tensors().items():
-        kept = tensor.detach().contiguous()
-        tensors[name] = kept.to(torch.bfloat16) if kept.is_floating_point() else kept
-    with new_file(folder / "model.safetensors") as new:
-        write_tensors(tensors, new)
-    bpe.write_json(folder / "config.json", config)
-
-
 def student_tokenizer(
     args: argparse.Namespace, out: Path, stories: Sequence[str]
 ) -> tuple[Tokenizer, int]:
@@ -311,7 +294,7 @@ def distill(args: argparse.Namespace) -> None:
     training.run(out)
     say(shown("after", evaluate(student, held_out, target)))
     if args.tokenizer is not None:
-        bpe.copy_files(find_folder(args.tokenizer), out, bpe.FILES)
+        copy_files(find_folder(args.tokenizer), out)
     save_model(student, out)
 
 

@@ -56,6 +56,7 @@ from checkpoint.eagle import EagleConfig
 from checkpoint.hub import find_model
 from checkpoint.load import open_checkpoint
 from checkpoint.progress import progress_bar
+from checkpoint.save import save_folder
 from eagle import EagleHead
 from errors import UserError
 from generate import Engine, Model
@@ -64,7 +65,6 @@ from kvcache import AttentionMetadata
 from model import Llama, Rope
 from request import Request, Settings
 from settings import Options
-from train.distill import save_folder
 from train.run import Hyperparameters, Run, begin_run, check_out, count, make_optimizers, share
 from train.stories import hold_out, read_file
 

@@ -29,11 +29,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from app.shell import check_folder, is_out_of_memory, new_file, say
-from checkpoint.files import read_json
+from app.shell import check_folder, is_out_of_memory, say
+from checkpoint.files import new_file, read_json, write_json
 from errors import UserError
 from model import Llama
-from train.bpe import write_json
 
 FLAGS = "run.json"
 FREE = ("out", "device", "steps", "epochs")  # a run may go on with others of these

@@ -13,10 +13,14 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from checkpoint.config import Config
-from conftest import ROOT, SMALL, check_refusals, largest_file, write_model
+from checkpoint.save import save_model
 from errors import UserError
 from kvcache import AttentionMetadata
 from model import Llama
+from testing.folders import write_model
+from testing.models import SMALL
+from testing.pages import ROOT
+from testing.programs import check_refusals, largest_file
 from tokenizer import Tokenizer
 from train import bpe, distill, eagle, run
 from train.distill import (
@@ -231,7 +235,7 @@ def test_on_a_full_disk_the_old_checkpoint_stays(tmp_path: Path, size: int) -> N
     run.resume(tmp_path / "state")
     assert run.steps == 0
     with largest_file(1000), pytest.raises(OSError, match="cannot be written"):
-        distill.save_model(run.student, tmp_path)
+        save_model(run.student, tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["state"]
 
 

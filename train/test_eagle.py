@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file
 
 from checkpoint.eagle import is_eagle
-from conftest import random_llama
 from generate import Model, generate
 from kernels import Ops
 from request import Request, Settings
-from test_eagle import plain_chain, random_head
+from testing.heads import plain_chain, random_head
+from testing.models import random_llama
 from train import eagle, quantize
 from train.eagle import (
     DECAY,
