@@ -31,7 +31,7 @@ from errors import UserError, brief
 from generate import Draft, Engine, Model, check_draft, load_draft
 from kernels import find_device
 from model import Llama
-from parallel import num_processes, shard_config
+from parallel import num_processes
 from request import OutputStream, Request, Result, Settings
 from settings import Options
 
@@ -378,7 +378,7 @@ def run_command(arguments: Sequence[str]) -> int:
     n = args.tensor_parallel
     if n > 1:  # refused before other processes start
         config, _ = open_checkpoint(find_model(args.target))
-        shard_config(config, n)
+        config.shard(n)
     with joined(n, device, arguments) as device:
         read = {name: read_grammar(getattr(args, name)) for name in FILES}
         settings = replace(settings, **read)
