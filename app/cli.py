@@ -40,7 +40,6 @@ from errors import UserError, brief
 from generate import Draft, Engine, Model, check_draft, load_draft
 from kernels import find_device
 from model import Llama
-from parallel import shard_config
 from request import OutputStream, Request, Result, Settings, Speculation
 from settings import Options
 
@@ -387,7 +386,7 @@ def run_command(arguments: Sequence[str]) -> int:
     n = args.tensor_parallel
     if n > 1 and not is_torchelastic_launched():
         config, _ = open_checkpoint(find_model(args.target))
-        shard_config(config, n)  # refused before processes start
+        config.shard(n)  # refused before processes start
         return launch(n, arguments)
     with joined(n, device) as device:
         read = {name: read_grammar(getattr(args, name)) for name in FILES}
