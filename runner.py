@@ -350,8 +350,8 @@ class ModelRunner:
         proposal: Proposal,
         features: Features | None,
     ) -> Tensor:
-        """The target's pass, which fills `features`. Returns the logits of all rounds, then those of
-        prompts (`lay_out`): [R, ≥ V].
+        """The target's pass, which fills `features`. Returns the logits of all rounds, then those
+        of prompts (`lay_out`): [R, ≥ V].
 
         Only the device has the drafted tokens. So the host writes 0 for each, and the device fills
         these holes.
