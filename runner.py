@@ -228,16 +228,13 @@ class ModelRunner:
 
     @torch.inference_mode()
     def step(self, scheduled: Sequence[ScheduledRequest]) -> dict[Request, list[int]]:
-        """Run the plans in one pass -> the new tokens of each request that had a round."""
-        lengths = [self.drafter.length(item.request) for item in scheduled]
+        """Run the plans in one pass -> the new tokens of each request that had a round. If the step
+        fails, or is interrupted, its requests are closed."""
         try:
             return self._step(scheduled)
-        except BaseException:  # Ctrl-C, too: bring both caches back to what they were
-            for item, length in zip(scheduled, lengths):
-                self.cache.truncate(item.request.seq, item.start)
-                self.drafter.restore(item.request, length)
-                if item.request.grammar_state is not None:
-                    item.request.grammar_state.restore()
+        except BaseException:  # Ctrl-C, too
+            for item in scheduled:
+                self.close(item.request)
             raise
 
     def _step(self, scheduled: Sequence[ScheduledRequest]) -> dict[Request, list[int]]:
