@@ -52,7 +52,7 @@ class ScheduledRequest(NamedTuple):
     num_tokens: int  # pending tokens that the target computes
     num_drafts: int = 0  # drafts that it verifies
     samples: bool = True  # False: a chunk, nothing is drawn
-    # Its rows in the tensors of the step, by `lay_out`:
+    # Its rows in the tensors of the step, by `with_rows`:
     tokens: range = range(0)  # of the pass: its pending tokens, then its drafts
     logits: range = range(0)  # of the logits: after its last pending token, and after each draft
     prompt: range = range(0)  # of the logits: those of `prompt_positions`
@@ -76,21 +76,21 @@ class ScheduledRequest(NamedTuple):
         return range(self.start, min(self.stop, self.request.num_prompt_tokens - 1))
 
 
-def lay_out(scheduled: Sequence[ScheduledRequest]) -> list[ScheduledRequest]:
+def with_rows(scheduled: Sequence[ScheduledRequest]) -> list[ScheduledRequest]:
     """Give each plan of a step its rows. The logits of all rounds come before those of prompts."""
     T = 0
     R = 0
     P = sum(item.num_drafts + 1 for item in scheduled if item.samples)
-    laid_out = []
+    placed = []
     for item in scheduled:
         tokens = range(T, T + item.num_new_tokens)
         logits = range(R, R + item.num_drafts + 1) if item.samples else range(0)
         prompt = range(P, P + len(item.prompt_positions))
-        laid_out.append(item._replace(tokens=tokens, logits=logits, prompt=prompt))
+        placed.append(item._replace(tokens=tokens, logits=logits, prompt=prompt))
         T += len(tokens)
         R += len(logits)
         P += len(prompt)
-    return laid_out
+    return placed
 
 
 @contextmanager
@@ -238,7 +238,7 @@ class ModelRunner:
             raise
 
     def _step(self, scheduled: Sequence[ScheduledRequest]) -> dict[Request, list[int]]:
-        scheduled = lay_out(scheduled)
+        scheduled = with_rows(scheduled)
         rounds = [item for item in scheduled if item.samples]
         is_typical = self._is_typical(scheduled)
         num_graphs = len(live_graphs)
@@ -348,7 +348,7 @@ class ModelRunner:
         features: Features | None,
     ) -> Tensor:
         """The target's pass, which fills `features`. Returns the logits of all rounds, then those
-        of prompts (`lay_out`): [R, ≥ V].
+        of prompts (`with_rows`): [R, ≥ V].
 
         Only the device has the drafted tokens. So the host writes 0 for each, and the device fills
         these holes.
