@@ -5,7 +5,7 @@
                                                INT4, and what grammars cost it
     python bench.py --draft tiny-eagle         what drafts cost and gain, beside plain decoding
     python bench.py --against transformers     the same prompts and weights, in turns; or llama.cpp
-    python bench.py --gpu first                a GPU's first minutes; or compile, smoke, …
+    python bench.py --gpu all                  models of true shapes on a GPU; or decode, …
     python bench.py --plan 70B --gpu H200      what a model needs on GPUs that are not here
     python bench.py --readme                   the documents' tables and pictures
 
@@ -37,7 +37,6 @@ from app.shell import Parser, check_file, new_file, number_or_word, say, status,
 from errors import UserError
 from measure import (
     drafts,
-    first_contact,
     gpu_cases,
     grammar_costs,
     memory,
@@ -45,7 +44,6 @@ from measure import (
     peers,
     pictures,
     plan,
-    precompile,
     report,
     steps,
 )
@@ -63,7 +61,7 @@ SECTIONS: dict[str, Callable[[Effort], Any]] = {
     "steps": steps.steps,  # seconds, in fewer bits
     "grammars": grammar_costs.grammar_costs,  # the share of masks in a token's time
 }
-GPU_CASES = ["first", "compile", *gpu_cases.CASES]
+GPU_CASES = ["all", *gpu_cases.CASES]
 
 
 def parse_bench(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -105,7 +103,6 @@ def parse_bench(arguments: Sequence[str] | None) -> argparse.Namespace:
         (args.against or args.readme or measures_gpu, "draft", "with --against, --gpu or --readme"),
         (args.gpu or args.readme, "target against", "with --gpu or --readme"),
         (args.readme, "gpu plain quick out", "with --readme"),
-        (args.gpu == "compile", "plain quick out", "with --gpu compile"),
     ):
         if is_so:
             p.unused(args, flags, why)
@@ -183,8 +180,6 @@ def run_bench(args: argparse.Namespace) -> int:
     if args.plan:
         write_sections([plan.plan_section(args)])
         return 0
-    if args.gpu == "compile":
-        return 1 if precompile.compile_kernels() else 0
     effort = QUICK if args.quick else Effort()
     is_stored = args.out or not args.quick
 
@@ -199,10 +194,8 @@ def run_bench(args: argparse.Namespace) -> int:
         if is_stored:
             store_results(file_of(results), results)
 
-    if args.gpu == "first":
-        return first_contact.run_first(args.quick, store)
     if args.gpu:  # it has sizes of its own, and stores row by row
-        results = gpu_cases.run_case(args.gpu, args.quick, store)
+        results = gpu_cases.run_cases(args.gpu, args.quick, store)
     elif args.against:
         rows = peers.against(args.against, args.target or "tiny", args.gguf, effort)
         results = machine() | {"peers": rows}
@@ -217,7 +210,7 @@ def run_bench(args: argparse.Namespace) -> int:
         results = measure_pair(effort)
     store(results)
     write_sections(report.sections(results))
-    return 1 if gpu_cases.wrong_rows(results) else 0
+    return 1 if gpu_cases.has_wrong_rows(results) else 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

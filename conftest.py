@@ -138,7 +138,8 @@ class Cipher(Toy):
 
 def amid(x: Tensor, fill: float = 1000.0) -> Tensor:
     """The same numbers, not contiguous, among others that must not be used."""
-    wide = torch.full((*x.shape[:-1], x.shape[-1] + 3), fill, dtype=x.dtype)
+    shape = (*x.shape[:-1], x.shape[-1] + 3)
+    wide = torch.full(shape, fill, dtype=x.dtype, device=x.device)
     wide[..., :-3] = x
     return wide[..., :-3]
 
@@ -171,6 +172,7 @@ def random_llama(
     dtype: torch.dtype = torch.float64,
     scale: float = 10.0,
     weight_dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
     **config: Any,
 ) -> Llama:
     """Random weights, the same in every dtype, and so large (`scale`) that logits differ."""
@@ -180,7 +182,7 @@ def random_llama(
         if "norm" not in name:
             tensor.mul_(scale)
     stored = Config(**{**SMALL, **config})
-    llama = Llama(stored, dtype=dtype, seed=None, ops=ops, weight_dtype=weight_dtype)
+    llama = Llama(stored, device, dtype, seed=None, ops=ops, weight_dtype=weight_dtype)
     fill_model(llama, numbers.items())
     return llama.pack_weights()
 

@@ -45,7 +45,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-pytestmark = pytest.mark.gpu_interpreter
+pytestmark = pytest.mark.gpu
 SHARED = {90: 227 * 1024, 80: 163 * 1024}  # by arch: the most bytes of shared memory of a program
 
 

@@ -42,7 +42,7 @@ from speculative import Drawing, Round
 from test_drafters import proposed
 from test_eagle import random_head
 
-pytestmark = pytest.mark.gpu_interpreter
+pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 

@@ -1,9 +1,7 @@
 """The measurements on a GPU: models of 1B and 8B shapes, with random weights made on the device.
 
-    python bench.py --gpu first          all of them, in the order of what one wants to know
-                                         (first_contact.py)
+    python bench.py --gpu all            all of them
     python bench.py --gpu machine        what it is
-    python bench.py --gpu smoke          whether it computes what the CPU does; or texts (smoke.py)
     python bench.py --gpu decode         one stream, with weights in all ways
     python bench.py --gpu kernels        attention and products alone
     python bench.py --gpu peers          PyTorch and transformers, in turns with ours (gpu_peers.py)
@@ -15,7 +13,7 @@ Speed does not depend on the values of weights, so nothing is downloaded. Kernel
 passes recorded when a shape first occurs, which takes seconds, so every engine serves once before
 it is measured. Shares are of the roof, the bytes that this GPU reads a second, measured first. Two
 random models never agree, so in `speculation` a special coin accepts each draft with a fixed
-probability α. LLAMA_GPU_OFF turns parts of gpu/ off (gpu/tuning.py); a table says so.
+probability α. Whether results are right is another question: pytest -m gpu.
 
 Invariant: a row is printed and stored as soon as it is measured, and an error ends its row only.
 Not covered: requests that arrive one after the other.
@@ -40,13 +38,12 @@ from torch.profiler import profile
 
 from app.shell import say
 from errors import UserError
-from measure import gpu_peers, smoke
+from measure import gpu_peers
 from measure.clock import read_bandwidth
 from measure.gpu_parts import (
     ON_CPU,
     QUICK,
     WAYS,
-    WRONG,
     Row,
     Scale,
     attention_call,
@@ -65,7 +62,7 @@ from quant import WIDTHS
 from sampling import Keyed
 
 Key = tuple[Any, ...]  # which names a row
-OFF = "LLAMA_GPU_OFF"
+WRONG = "WRONG"  # the last cell of a row begins with it: an error
 MOST_PROFILED = 16  # tokens
 
 
@@ -195,7 +192,6 @@ def serving_row(scale: Scale, n: int) -> Row:
 # ---- The cases -----------------------------------------------------------------------------------
 
 SHARE = "of the read bandwidth"
-ERROR = ("at most", "")
 
 
 class Case(NamedTuple):
@@ -211,16 +207,6 @@ CASES = {
         ("machine", "TFLOP/s", "name, free memory, driver, clocks, watts", "CUDA", "Triton"),
         lambda scale: [("this",)],
         machine_row,
-    ),
-    "smoke": Case(
-        ("weights, KV, dtype, past, texts", "error: launched, replayed", *ERROR),
-        smoke.smoke_keys,
-        smoke.smoke_row,
-    ),
-    "texts": Case(
-        ("greedy texts of tiny: bits, KV, draft", "below the CPU's best logit", *ERROR),
-        smoke.text_keys,
-        smoke.text_row,
     ),
     "decode": Case(("one stream", "tokens/s", SHARE), decode_keys, decode_row),
     "kernels": Case(
@@ -266,30 +252,20 @@ def scale_of(name: str, quick: bool, on_gpu: bool) -> Scale:
 
 
 @torch.inference_mode()
-def run_case(
-    name: str, quick: bool, store: Callable[[Results], None], keys: Iterable[Key] | None = None
-) -> Results:
-    """Run a case: print each row, and give all results so far to `store`. keys: of the rows, if not
-    all."""
+def run_cases(name: str, quick: bool, store: Callable[[Results], None]) -> Results:
+    """Run this case, or "all": print each row, and give all results so far to `store`."""
     scale = scale_of(name, quick, torch.cuda.is_available())
     scale = replace(scale, bandwidth=read_bandwidth(scale.megabytes, scale.device))
-    case = CASES[name]
-    rows: list[Row] = []
-    if os.environ.get(OFF):
-        name += f", without {os.environ[OFF]}"
-    title = f"{name}, {scale.target} shapes"
-    results = machine(scale.bandwidth, scale.on_gpu)
-    results["gpu"] = {name: {"title": title, "headers": case.headers, "rows": rows}}
-    for key in case.keys(scale) if keys is None else keys:
-        rows.append(guarded_row(case, key, scale))
-        say("  ".join(rows[-1]))
-        store(results)
-    wrong = wrong_rows(results)
-    if wrong:
-        say(
-            f"{len(wrong)} rows are wrong: look at the first, {wrong[0]}; an illegal address ends "
-            "all after it"
-        )
+    results = machine(scale.bandwidth, scale.on_gpu) | {"gpu": {}}
+    for each in CASES if name == "all" else [name]:
+        case = CASES[each]
+        rows: list[Row] = []
+        title = f"{each}, {scale.target} shapes"
+        results["gpu"][each] = {"title": title, "headers": case.headers, "rows": rows}
+        for key in case.keys(scale):
+            rows.append(guarded_row(case, key, scale))
+            say("  ".join(rows[-1]))
+            store(results)
     return results
 
 
@@ -308,10 +284,7 @@ def row_name(key: Key) -> str:
     return ", ".join(map(str, key))
 
 
-def gpu_rows(results: Results) -> list[Row]:
-    return [row for section in results.get("gpu", {}).values() for row in section["rows"]]
-
-
-def wrong_rows(results: Results) -> list[str]:
-    """Their names, of GPU cases."""
-    return [row[0] for row in gpu_rows(results) if row[-1].startswith(WRONG)]
+def has_wrong_rows(results: Results) -> bool:
+    """Whether a row of a GPU case is an error."""
+    rows = [row for section in results.get("gpu", {}).values() for row in section["rows"]]
+    return any(row[-1].startswith(WRONG) for row in rows)

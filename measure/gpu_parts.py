@@ -1,5 +1,5 @@
-"""What the GPU cases share: sizes, models of true shapes with random weights, a stopwatch for
-launches, and the judgement of an error.
+"""What the GPU cases share: sizes, models of true shapes with random weights, and a stopwatch for
+launches.
 
 Invariant: a model has the same random numbers in every dtype; where they are stored in fewer bits,
 they are rounded from the numbers of `Scale.dtype`.
@@ -32,14 +32,11 @@ Row = list[str]
 Run = Callable[[], object]
 Kernel = tuple[Run, int]  # a call, and the bytes that it must read
 SPREAD = 2.0  # of old keys and values, so that some count much more than others
-WRONG = "WRONG"  # the last cell of a row begins with it
 SHAPES = {
     "8B": Config(128256, 4096, 14336, 32, 32, 8, 128, 131072, 1e-5, 500000.0),
     "1B": Config(
         128256, 2048, 8192, 16, 32, 8, 64, 131072, 1e-5, 500000.0, tie_word_embeddings=True
     ),
-    # A layer of 8B. From 17,024 rows on, no programs share the columns of the head, as in 8B.
-    "layer": Config(20480, 4096, 14336, 1, 32, 8, 128, 1024),
     "tiny": Config(4096, 64, 96, 1, 4, 2, 16, 1024, tie_word_embeddings=True),
 }
 WAYS = {  # to store weights
@@ -60,7 +57,6 @@ class Scale:
 
     target: str = "8B"
     draft: str = "1B"
-    layer: str = "layer"  # that is checked
     device: str = "cuda"
     dtype: torch.dtype = torch.bfloat16
     context: int = 1024  # tokens before those that are made
@@ -73,7 +69,6 @@ class Scale:
     repeats: int = 50  # of a kernel
     turns: int = 3
     bandwidth: float = 1.0  # bytes that the device reads a second, once it is measured
-    pasts: tuple[int, ...] = (90, 700)  # tokens before a step that is checked
     pairs: tuple[tuple[str, str], ...] = (  # how a target and its draft store weights
         ("16 bits", "16 bits"),
         ("INT4", "INT4"),
@@ -95,7 +90,6 @@ ON_CPU = Scale(
 QUICK = Scale(
     "tiny",
     "tiny",
-    "tiny",
     device="cpu",
     dtype=torch.float32,
     context=24,
@@ -107,20 +101,7 @@ QUICK = Scale(
     megabytes=4,
     repeats=1,
     turns=1,
-    pasts=(9, 40),
 )
-
-
-def judged(errors: list[float], limit: float) -> Row:
-    """Errors, the largest that is right, and whether all are. NaN is wrong."""
-    is_right = all(error <= limit for error in errors)
-    shown = " ".join(f"{error:.1e}" for error in errors)
-    return [shown, f"{limit:.1e}", "ok" if is_right else WRONG]
-
-
-def relative_error(x: Tensor, wanted: Tensor) -> float:
-    """‖x − wanted‖ / ‖wanted‖."""
-    return ((x.float() - wanted).norm() / wanted.norm()).item()
 
 
 def stopwatch(run: Run, scale: Scale) -> Callable[[], float]:

@@ -111,7 +111,7 @@ def test_mistakes_are_one_line_and_told_before_anything_is_measured(tmp_path, ca
         --plan 70B --gpu H100 → take fewer --bits, more --gpus
         --plan 8B → --gpu is None: it must be one of RTX3060
         --plan 8B --gpu decode → --gpu is decode
-        --gpu H100 → --gpu is H100: it must be one of first
+        --gpu H100 → --gpu is H100: it must be one of all
         --gpus 2 → --gpus has no use but with --plan
         --plan 8B --gpu H100 --draft-bits 4 → --draft-bits has no use with --plan
         --gpu decode --draft tiny-draft → --draft has no use with --against, --gpu
@@ -142,5 +142,3 @@ def test_triton_exists_for_linux_only(tmp_path):
     options = ["--quick", "--out", tmp_path / "out.json"]
     done = program("-c", WITHOUT_TRITON, "--gpu", "decode", *options)
     assert done.returncode == 0 and "WRONG" not in done.stdout, done.stderr
-    done = program("-c", WITHOUT_TRITON, "--gpu", "compile")
-    assert done.returncode == 0 and "Triton is not installed" in done.stderr

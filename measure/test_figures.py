@@ -1,12 +1,15 @@
 """Known seconds are known figures: the rows of all tables, by a clock that known work moves."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 import bench
 from conftest import write_model
@@ -24,16 +27,49 @@ from measure import (
     profiler,
     report,
     serving,
-    smoke,
     steps,
 )
 from measure.effort import QUICK, Effort
 from measure.gpu_parts import SHAPES
 from measure.serving import Served, random_request
-from measure.testing import Clock
 from model import Llama, weight_bytes
 from paged import PagedCache
 from train import perplexity
+
+
+class Clock:
+    """Stands in for time.perf_counter. is_late: as on a GPU, work takes no time until the host
+    waits for it, because it asks for a number."""
+
+    def __init__(self, patch: Any):
+        self.patch = patch  # pytest's monkeypatch
+        self.is_late = False
+        self.now = 0.0
+        self.queued = 0.0  # seconds of work that the host has not waited for
+        patch.setattr("time.perf_counter", lambda: self.now)
+        patch.setattr(torch.cuda, "synchronize", self.wait)
+        for name in ("item", "tolist"):
+            ask = getattr(Tensor, name)
+            patch.setattr(Tensor, name, lambda x, ask=ask: (self.wait(), ask(x))[1])
+
+    def wait(self) -> None:
+        self.now += self.queued
+        self.queued = 0.0
+
+    def work(self, seconds: float) -> None:
+        self.queued += seconds
+        if not self.is_late:
+            self.wait()
+
+    def times(self, owner: Any, name: str, seconds: Callable[..., float]) -> None:
+        """Let each call of owner.name take `seconds` of its arguments."""
+        does = getattr(owner, name)
+
+        def run(*args: Any, **options: Any) -> Any:
+            self.work(seconds(*args, **options))
+            return does(*args, **options)
+
+        self.patch.setattr(owner, name, run)
 
 
 @pytest.fixture
@@ -396,46 +432,6 @@ def test_their_attention_is_causal_where_it_is_a_prompts(monkeypatch):
 
 
 # ---- What is wrong
-
-
-class Known:
-    """A model whose output is known: launched, and as a replay of other tokens' recording."""
-
-    config = SimpleNamespace(vocab_size=9)
-    device = torch.device("cpu")
-
-    def __init__(self, launched, replayed):
-        self.launched = launched
-        self.replayed = replayed
-        self.recorded = None
-
-    def kv_spec(self, bits):
-        return KVSpec(1, 2, 16, bits=bits)
-
-    def forward(self, tokens, metadata, wanted):
-        return torch.full((len(tokens), 3), self.launched)
-
-    def __call__(self, tokens, metadata):
-        if self.recorded is None:
-            self.recorded = tokens
-        is_stale = torch.equal(self.recorded, tokens)
-        return torch.full((len(tokens), 3), 9.0 if is_stale else self.replayed)
-
-
-def test_a_step_is_right_up_to_what_rounding_and_a_grid_leave(monkeypatch):
-    """2.5e-2 + √(2.5e-2 · 0.03) = 5.2e-2, of keys in 8 bits."""
-    for replayed, verdict in ((1.05, "ok"), (1.055, "WRONG")):
-        pair = Known(1.03, replayed), Known(1.0, None)
-        monkeypatch.setattr(smoke, "model_pair", lambda *key: pair)
-        row = smoke.step_row(gpu_parts.QUICK, "16 bits", "8", torch.bfloat16, 9, "1 x 8")
-        assert row == [f"3.0e-02 {replayed - 1:.1e}", "5.2e-02", verdict]
-
-
-def test_another_coin_is_wrong(monkeypatch):
-    ops = Ops()
-    ops.pick = lambda probs, streams: Ops.pick(ops, probs, streams + 1)
-    monkeypatch.setattr(smoke, "checked_ops", lambda scale: ops)
-    assert smoke.sampling_row(gpu_parts.QUICK, "no filter", 3)[-1] == "WRONG"
 
 
 def test_a_wrong_row_is_the_commands_status(monkeypatch, tmp_path):

@@ -1,4 +1,4 @@
-"""The GPU cases on toy shapes; on a GPU, the texts of the embedded model are those of the CPU."""
+"""The GPU cases on toy shapes."""
 
 import json
 from dataclasses import replace
@@ -14,24 +14,21 @@ from measure.gpu_parts import QUICK, SHAPES, Scale, random_engine, random_model,
 from measure.serving import random_request
 from model import Llama, weight_bytes
 
-SLOW = ("texts", "smoke")  # test_smoke.py has them
 
-
-OTHERS = sorted(gpu_cases.CASES.keys() - {"decode", *SLOW})  # which .ci/run asks for
-AT_CI = [pytest.param(name, marks=pytest.mark.gpu_interpreter) for name in OTHERS]
-
-
-@pytest.mark.parametrize("name", ["decode", *AT_CI])
+@pytest.mark.parametrize("name", ["decode", pytest.param("all", marks=pytest.mark.gpu)])
 @torch.inference_mode()
 def test_each_case_runs_and_fills_its_columns(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     stored = []
-    results = gpu_cases.run_case(name, True, lambda found: stored.append(json.dumps(found["gpu"])))
-    case = results["gpu"][name]
-    assert len(stored) == len(case["rows"]) > 0
-    assert {len(row) for row in case["rows"]} == {len(case["headers"])}
-    assert all(isinstance(cell, str) for row in case["rows"] for cell in row)
-    assert json.loads(stored[0])[name]["rows"] == case["rows"][:1]
+    results = gpu_cases.run_cases(name, True, lambda found: stored.append(json.dumps(found["gpu"])))
+    cases = results["gpu"]
+    assert [*cases] == ([*gpu_cases.CASES] if name == "all" else [name])
+    assert len(stored) == sum(len(case["rows"]) for case in cases.values())
+    ((first, case),) = json.loads(stored[0]).items()
+    assert case["rows"] == cases[first]["rows"][:1]
+    for case in cases.values():
+        assert {len(row) for row in case["rows"]} == {len(case["headers"])}
+        assert all(isinstance(cell, str) for row in case["rows"] for cell in row)
 
 
 @pytest.mark.parametrize("alpha", [0.5, 0.9])
@@ -87,7 +84,7 @@ def test_a_cpu_speculates_in_few_bits(monkeypatch):
         return gpu_parts.random_model(name, way, scale)
 
     monkeypatch.setattr(gpu_cases, "random_model", random_model)
-    results = gpu_cases.run_case("speculation", False, lambda found: None)
+    results = gpu_cases.run_cases("speculation", False, lambda found: None)
     ((name, *gains),) = results["gpu"]["speculation"]["rows"]
     assert name == "INT4, INT8, 0.7" and loaded == ["INT4", "INT8"]
     assert all(float(gain) > 0 for gain in gains)
@@ -154,9 +151,3 @@ def test_a_peer_takes_turns_with_ours_and_one_that_is_not_there_is_named(monkeyp
 def test_all_peers_of_a_gpu_are_asked():
     names = {name for name, *_ in gpu_peers.peer_keys(Scale())}
     assert names >= {*gpu_peers.RIVALS, "FLASH_ATTENTION", "CUDNN_ATTENTION"}
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_greedy_texts_on_a_gpu_are_the_cpus():
-    results = gpu_cases.run_case("texts", False, lambda found: None)
-    assert gpu_cases.wrong_rows(results) == []
