@@ -38,8 +38,6 @@ from errors import UserError
 from measure import (
     drafts,
     gpu_cases,
-    grammar_costs,
-    memory,
     pair,
     peers,
     pictures,
@@ -47,19 +45,18 @@ from measure import (
     report,
     steps,
 )
-from measure.effort import QUICK, Effort
 from measure.machine import machine, results_file
 from measure.report import Results
+from measure.sizes import QUICK, SIZES, Sizes
 
 ROOT = Path(__file__).parent
 DOCUMENTS = ("README.md", "TOUR.md", "results/README.md")
-SECTIONS: dict[str, Callable[[Effort], Any]] = {
+SECTIONS: dict[str, Callable[[Sizes], Any]] = {
     "stack": pair.stack,  # one technique added to the other
     "drafts": drafts.of_tiny,  # speculation by γ
     "bits": pair.bits,  # bytes and perplexity
-    "waste": memory.waste,  # empty memory, in rows and in blocks
     "steps": steps.steps,  # seconds, in fewer bits
-    "grammars": grammar_costs.grammar_costs,  # the share of masks in a token's time
+    "grammars": steps.grammar_costs,  # the share of masks in a token's time
 }
 GPU_CASES = ["all", *gpu_cases.CASES]
 
@@ -109,12 +106,12 @@ def parse_bench(arguments: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def measure_pair(effort: Effort) -> Results:
+def measure_pair(sizes: Sizes) -> Results:
     """Measure every section with tiny, and with tiny-draft where there are drafts."""
     results = machine()
     for name, measure in SECTIONS.items():
         say(name)
-        results[name] = measure(effort)
+        results[name] = measure(sizes)
     return results
 
 
@@ -180,7 +177,7 @@ def run_bench(args: argparse.Namespace) -> int:
     if args.plan:
         write_sections([plan.plan_section(args)])
         return 0
-    effort = QUICK if args.quick else Effort()
+    sizes = QUICK if args.quick else SIZES
     is_stored = args.out or not args.quick
 
     def file_of(results: Results | None) -> Path:
@@ -197,17 +194,17 @@ def run_bench(args: argparse.Namespace) -> int:
     if args.gpu:  # it has sizes of its own, and stores row by row
         results = gpu_cases.run_cases(args.gpu, args.quick, store)
     elif args.against:
-        rows = peers.against(args.against, args.target or "tiny", args.gguf, effort)
+        rows = peers.against(args.against, args.target or "tiny", args.gguf, sizes)
         results = machine() | {"peers": rows}
     elif args.draft:
         target = args.target or "tiny"
-        measured = drafts.drafts(effort, target, args.draft, args.prompts, args.draft_bits)
+        measured = drafts.drafts(sizes, target, args.draft, args.prompts, args.draft_bits)
         results = machine() | {"drafts": measured}
     elif args.target:
-        results = machine() | {"steps": steps.steps(effort, args.target)}
-        results["grammars"] = grammar_costs.grammar_costs(effort, args.target)
+        results = machine() | {"steps": steps.steps(sizes, args.target)}
+        results["grammars"] = steps.grammar_costs(sizes, args.target)
     else:
-        results = measure_pair(effort)
+        results = measure_pair(sizes)
     store(results)
     write_sections(report.sections(results))
     return 1 if gpu_cases.has_wrong_rows(results) else 0

@@ -25,7 +25,8 @@ from gpu import GPU
 from gpu.test_contract import COMPILED
 from gpu.test_graphs import DEVICE, recorded
 from kernels import Ops
-from measure.gpu_parts import HEAD_NORMS, QUICK, SHAPES, WAYS, Scale, open_texts, random_model
+from measure.gpu_parts import HEAD_NORMS, SHAPES, WAYS, open_texts, random_model
+from measure.sizes import GPU_SIZES, QUICK
 from model import Llama
 from paged import PagedCache
 from quant import FORMATS, WIDTHS
@@ -41,7 +42,7 @@ GRIDS = {  # s
     "W8A8": 4 * 0.03,  # four products, one after the other
     "FP8 W8A8": 4 * 0.09,
 }
-SCALE = Scale() if COMPILED else replace(QUICK, device=str(DEVICE))
+SIZES = GPU_SIZES if COMPILED else replace(QUICK, device=str(DEVICE))
 SHAPE = replace(SHAPES["8B"] if COMPILED else SHAPES["tiny"], num_hidden_layers=1)
 PASTS = (0, 90, 700)  # tokens before a step
 STEPS = [[1], [8], [16], [17], [100]]  # new tokens of each sequence: with a past these are all
@@ -51,8 +52,8 @@ if not COMPILED:
     SHAPE = replace(SHAPE, vocab_size=96)
     CHECKED = [(90, [1]), (0, [1, 20, 3])]
 # No kernel reads both weights and keys, so each width of one goes with 16 bits of the other.
-KINDS = [*product(("16 bits", HEAD_NORMS), WIDTHS, (SCALE.dtype,))]
-KINDS += [("16 bits", "16", torch.float32), *product([*WAYS][1:], ("16",), (SCALE.dtype,))]
+KINDS = [*product(("16 bits", HEAD_NORMS), WIDTHS, (SIZES.dtype,))]
+KINDS += [("16 bits", "16", torch.float32), *product([*WAYS][1:], ("16",), (SIZES.dtype,))]
 
 
 @pytest.mark.parametrize("way, kv_bits, dtype", KINDS)
@@ -61,8 +62,8 @@ KINDS += [("16 bits", "16", torch.float32), *product([*WAYS][1:], ("16",), (SCAL
 def test_a_layer_in_every_width(way, kv_bits, dtype, monkeypatch):
     """Launch by launch; and by a recording that other tokens made, of a rounded shape."""
     monkeypatch.setitem(SHAPES, "a layer", SHAPE)
-    llama = random_model("a layer", way, SCALE, dtype, GPU())
-    plain = random_model("a layer", way, SCALE, torch.float32, Ops())
+    llama = random_model("a layer", way, SIZES, dtype, GPU())
+    plain = random_model("a layer", way, SIZES, torch.float32, Ops())
     limit = ROUNDING[dtype]
     limit += math.sqrt(limit * (GRIDS.get(kv_bits, 0.0) + GRIDS.get(way, 0.0)))
     wrong = []
