@@ -75,7 +75,7 @@ def parse_bench(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--draft",
         metavar="NAME",
         action="append",
-        help="drafts for --target to measure, or for --plan",
+        help="drafts for --target to measure",
     )
     p.add_argument(
         "--draft-bits",
@@ -93,7 +93,8 @@ def parse_bench(arguments: Sequence[str] | None) -> argparse.Namespace:
         p.error(f"--gpu is {args.gpu}: it must be one of {', '.join(names)}")
     measures_gpu = args.gpu and not args.plan
     for is_so, flags, why in (  # where flags would do nothing: "--gguf has no use but with …"
-        (args.plan, "against readme plain quick target draft_bits prompts gguf out", "with --plan"),
+        (args.plan, "against readme plain quick target out", "with --plan"),
+        (args.plan, "draft draft_bits prompts gguf", "with --plan"),
         (not args.plan, "gpus bits kv_bits context", "but with --plan"),
         (args.against != "llama.cpp", "gguf", "but with --against llama.cpp"),
         (not args.draft, "prompts draft_bits", "but with --draft"),

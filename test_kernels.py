@@ -689,7 +689,7 @@ class Contract:
         proposals = [Proposal(drafts, q * without_third) for q in (damaged, right)]
         accepted, token = round.verify(self.on(right), self.on(proposals[0]))
         assert accepted.tolist() == [0, 1] * 10
-        ended = self.on(right)[range(20), accepted]
+        ended = self.on(right[range(20), accepted.cpu()])
         assert torch.equal(token, round.text_coin().pick(ended))
         accepted, _ = round.verify(self.on(damaged), self.on(proposals[1]))
         assert accepted.tolist() == [0, 1] * 10

@@ -133,6 +133,7 @@ def test_mistakes_are_one_line_and_told_before_anything_is_measured(tmp_path, ca
         --plan 8B --gpu H100 --draft-bits 4 → --draft-bits has no use with --plan
         --gpu decode --draft tiny-draft → --draft has no use with --against, --gpu
         --plan 8B --gpu H100 --quick → --quick has no use with --plan
+        --plan 8B --gpu H100 --draft 1B → --draft has no use with --plan
         --plan meta/Llama --gpu H100 → downloads nothing
         --plan 8B --gpu H100 --gpus 3 → multiple of 3
         --plan 8B --gpu H100 --gpus 0 → --gpus is 0
