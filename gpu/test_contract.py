@@ -13,7 +13,7 @@ from triton import knobs
 
 import test_kernels
 from gpu import GPU
-from gpu.test_graphs import DEVICE, Kernels, recorded
+from gpu.testing import DEVICE, Kernels, recorded
 from test_kernels import ROUNDING, Contract
 
 pytestmark = [

@@ -23,7 +23,7 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 from generate import Engine, Model, load_draft
 from gpu import GPU
 from gpu.test_contract import COMPILED
-from gpu.test_graphs import DEVICE, recorded
+from gpu.testing import DEVICE, recorded
 from kernels import Ops
 from measure.gpu_parts import HEAD_NORMS, SHAPES, WAYS, open_texts, random_model
 from measure.sizes import GPU_SIZES, QUICK

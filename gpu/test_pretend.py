@@ -38,9 +38,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 from app.cli import main
-from conftest import program, write_model
 from gpu import fused, graphs
 from runner import ModelRunner
+from testing.folders import write_model
+from testing.programs import program
 
 pytestmark = pytest.mark.gpu
 

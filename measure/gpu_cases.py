@@ -37,6 +37,7 @@ from torch import Tensor
 from torch.profiler import profile
 
 from app.shell import say
+from checkpoint.weights import weight_bytes
 from errors import UserError
 from measure import gpu_peers
 from measure.clock import read_bandwidth
@@ -55,7 +56,6 @@ from measure.machine import machine
 from measure.report import Results
 from measure.serving import log_spread, random_request, serve
 from measure.sizes import CPU_SIZES, GPU_SIZES, QUICK, Sizes
-from model import weight_bytes
 from quant import WIDTHS
 from sampling import Keyed
 

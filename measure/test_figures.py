@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import bench
-from conftest import write_model
+from checkpoint.weights import weight_bytes
 from grammar import Grammars
 from kernels import Ops
 from measure import (
@@ -30,8 +30,9 @@ from measure import (
 from measure.gpu_parts import SHAPES
 from measure.serving import Served, random_request
 from measure.sizes import QUICK, Sizes
-from model import Llama, weight_bytes
+from model import Llama
 from runner import ModelRunner
+from testing.folders import write_model
 from train import perplexity
 
 

@@ -8,12 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from checkpoint.weights import weight_bytes
 from kvcache import KVSpec
 from measure import gpu_cases, gpu_parts, gpu_peers
 from measure.gpu_parts import SHAPES, random_engine, random_model, stopwatch
 from measure.serving import random_request
 from measure.sizes import QUICK, Sizes
-from model import Llama, weight_bytes
+from model import Llama
 
 
 @pytest.mark.parametrize("name", ["decode", pytest.param("all", marks=pytest.mark.gpu)])

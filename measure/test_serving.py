@@ -3,11 +3,12 @@
 from dataclasses import replace
 
 from checkpoint.formats import Quantization
+from checkpoint.weights import weight_bytes
 from kvcache import KVCache, KVSpec
 from measure import serving
 from measure.gpu_parts import SHAPES
 from measure.serving import log_spread
-from model import Llama, weight_bytes
+from model import Llama
 from paged import PagedCache
 
 
