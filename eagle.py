@@ -17,7 +17,7 @@ chain. Published heads differ in where they have norms: the flags of `EagleConfi
     to draft k tokens                 k − 1 rows more, made of fed-back z, and forgotten again
 
 The keys and values of these rows are one more layer of the target's cache: row i is in the slot of
-token i. So shared prefixes, forks, preemption and caches in fewer bits need one thing more: a row
+token i. So shared prefixes, preemption and caches in fewer bits need one thing more: a row
 depends on the next token, too (`lookahead` in paged.py). A token outside the head's vocabulary is
 drafted only where a grammar allows no other: verification is exact for any distribution of drafts.
 

@@ -45,6 +45,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from errors import UserError
+from settings import Options
 
 # ---- Grids: x ≈ (q − zero) · scale ---------------------------------------------------------------
 
@@ -350,11 +351,7 @@ PARTS = 4  # zeros of several groups count quarters of a grid step, up to 4 · 2
 
 def widths(name: str | int) -> Bits:
     """'16', '8', '8/4' or '4' -> bits of keys and of values. UserError for others."""
-    if str(name) not in WIDTHS:
-        raise UserError(
-            f"kv_bits is {name!r}: it must be 16, 8, 4 or 8/4 (8-bit keys, 4-bit values)"
-        )
-    return WIDTHS[str(name)]
+    return WIDTHS[Options(kv_bits=name).kv_bits]
 
 
 int8 = FORMATS[8].round  # x: [..., D] -> int8[..., D]; scale, bfloat16[..., 1]

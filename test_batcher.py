@@ -17,13 +17,11 @@ from torch.testing import assert_close
 
 from batcher import RETRY_AFTER, Batcher
 from conftest import examples
-from drafters import ModelDrafter, NgramDrafter, SelfDrafter
+from drafters import NgramDrafter
 from errors import UserError
 from generate import Engine, Model, load_draft
-from kvcache import Cache, KVCache, KVSpec
+from kvcache import Cache, KVCache
 from model import Llama
-from paged import PagedCache
-from proof import Walk, distance, enumerate_law
 from quant import Bits
 from request import OutputStream, Request, Settings
 from runner import ModelRunner, ScheduledRequest
@@ -31,7 +29,7 @@ from sampling import TokenLogprob, token_logprobs
 from settings import Options
 from speculative import Drawing
 from testing.folders import write_model
-from testing.toys import COPY, DRAFT, TARGET, Kind, LastToken, new_tokens
+from testing.toys import LastToken, new_tokens
 from testing.worlds import LLAMA, drafter_of, paged, random_tokens
 
 V = 259
@@ -194,35 +192,6 @@ def test_every_request_gets_the_tokens_it_gets_alone(w):
         assert cache.check()[2] == 0  # no live block
 
 
-@pytest.mark.parametrize("drafter", ["model", "self"])
-def test_law_of_a_batch_whose_texts_are_preempted(drafter):
-    """The enumeration runs through the batcher, over a pool so small that texts are read again."""
-    kinds = [Kind((1,), 2, 4, (1,)), Kind((0, 2), 1, 4, (0,)), Kind((2, 1), 3, 3, (1,))]
-    num_preemptions = 0
-
-    def run(walk: Walk, n: int) -> list:
-        nonlocal num_preemptions
-        chosen = [branch.decide([1.0] * len(kinds)) for branch in walk.branches]
-        requests = [kinds[i].request(row) for row, i in enumerate(chosen)]
-        blocks = max(3, n // 2)
-        cache = PagedCache(KVSpec(1, 1, 1, dtype=torch.float64), blocks, 2)
-        drafts = SelfDrafter(COPY, cache)
-        if drafter == "model":
-            drafts = ModelDrafter(
-                DRAFT, PagedCache(KVSpec(1, 1, 1, dtype=torch.float64), 2 * blocks, 1)
-            )
-        runner = ModelRunner(TARGET, cache, Drawing(3, make_coin=walk), drafter=drafts)
-        list(Batcher(runner, max(2, n)).run(requests))
-        num_preemptions += sum(request.num_preemptions for request in requests)
-        return list(zip(chosen, map(new_tokens, requests)))
-
-    law = enumerate_law(run, width=64)
-    for i, kind in enumerate(kinds):
-        law_of_kind = {text: p for (j, text), p in law.items() if j == i}
-        assert distance(law_of_kind, kind.law()) < 1e-12
-    assert num_preemptions > 10
-
-
 # ---- The log-probabilities of prompts
 
 
@@ -237,7 +206,7 @@ def check_told(request: Request) -> None:
     assert_close(numbers(request.prompt_logprobs), plain_logprobs(request), rtol=0, atol=1e-9)
 
 
-def test_prompts_are_told_once_whatever_is_cached_forked_or_read_again():
+def test_prompts_are_told_once_whatever_is_cached_or_read_again():
     """A prompt is found in the cache; the first of three texts is cancelled amid the prompt, which
     the others read; a prompt is preempted after some chunks."""
 
@@ -443,9 +412,9 @@ def steps_of_opens(batcher: Batcher) -> list[int]:
     steps = []
     open_request = batcher.runner.open
 
-    def noted(request, sibling):
+    def noted(request):
         steps.append(batcher.num_steps)
-        open_request(request, sibling)
+        open_request(request)
 
     batcher.runner.open = noted
     return steps

@@ -16,7 +16,7 @@ from kernels import Ops
 from kvcache import CacheFull, KVCache, KVSpec
 from model import Llama
 from paged import PagedCache
-from proof import Toy, Walk, distance, enumerate_law
+from proof import Toy
 from quant import WIDTHS, quantize
 from request import Request, Settings
 from runner import ModelRunner, ScheduledRequest
@@ -24,7 +24,7 @@ from sampling import probabilities
 from settings import Options
 from speculative import Drawing, Round
 from testing.models import SMALL, proposed, read
-from testing.toys import COPY, KINDS, TARGET, LastToken, Place, new_tokens, play, toy_cache
+from testing.toys import COPY, TARGET, Place, toy_cache
 
 
 def toy_round(request: Request, num_drafts: int, V: int = 3) -> Round:
@@ -83,23 +83,6 @@ def test_ngram_proposal_is_a_one_hot_distribution():
     assert drafted.tolist() == [[3, 1], [-1, -1]]
     assert q.sum(-1).tolist() == [[1, 1, 0], [0, 0, 0]]
     assert q[0, 0, 3] == q[0, 1, 1] == 1
-
-
-# ---- Any drafter is exact
-
-
-@pytest.mark.parametrize("make", [NgramDrafter, LastToken])  # those without weights
-@pytest.mark.parametrize("kind", KINDS)
-def test_law_with_a_drafter_without_weights(make, kind):
-    def run(walk: Walk, n: int) -> list:
-        runner = ModelRunner(
-            TARGET, toy_cache(n), Drawing(TARGET.V, make_coin=walk), drafter=make()
-        )
-        requests = [kind.request(seed) for seed in range(n)]
-        play(runner, requests)
-        return list(map(new_tokens, requests))
-
-    assert distance(enumerate_law(run, width=256), kind.law()) < 1e-12
 
 
 # ---- In coupled mode nobody reads the distributions
@@ -282,25 +265,6 @@ def test_no_block_with_a_drafts_keys_and_values_is_cached():
     for block, (_, (token,)) in cache.pool.key_of.items():  # the target's digit of its token
         digit = cache.values.parts[0][0, block].round().long().item()
         assert digit in [(token + 1) * 4**i for i in range(7)]
-
-
-def test_drafts_in_a_shared_or_cached_block_are_written_to_a_copy():
-    cache = PagedCache(KVSpec(1, 1, 1, dtype=torch.float64), 40, 2)
-    runner, request = drafting(cache, 3, (1, 0, 2))
-    sibling = cache.fork(request.seq)
-    before = stored(cache, sibling, cache.length(sibling))
-    runner.step([runner.schedule(request)])
-    assert equal(before, stored(cache, sibling, cache.length(sibling)))
-    cache.free(sibling)
-    cached = {block: cache.values.parts[0][0, block].clone() for block in cache.pool.key_of}
-    assert cached
-    cache.truncate(request.seq, 1)  # into a block that `open` finds
-    request.tokens = request.tokens[:2]
-    request.num_prompt_tokens = 1
-    runner.drafter.propose(toy_round(request, 3))
-    cache.check()
-    for block in cached.keys() & cache.pool.key_of.keys():
-        assert torch.equal(cache.values.parts[0][0, block], cached[block])
 
 
 def test_the_copy_drafts_only_behind_what_the_target_has_read():

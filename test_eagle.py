@@ -13,10 +13,8 @@ from torch import Tensor
 
 from batcher import Batcher
 from checkpoint.eagle import is_eagle
-from checkpoint.formats import Quantization
 from checkpoint.load import load_eagle
 from conftest import examples
-from drafters import ModelDrafter
 from eagle import EagleDrafter, EagleHead
 from errors import UserError
 from generate import Engine, Model, generate, load_draft
@@ -24,7 +22,6 @@ from kernels import Ops
 from kvcache import Cache, KVCache
 from model import Llama
 from paged import PagedCache
-from proof import distance
 from request import Request, Settings
 from runner import ModelRunner, ScheduledRequest
 from sampling import Setting, probabilities
@@ -33,7 +30,7 @@ from speculative import Drawing, Round
 from testing.heads import FLAGS, plain_chain, random_head, write_head
 from testing.models import num_found, random_llama
 from testing.programs import told
-from testing.toys import Kind, laws_of, play
+from testing.toys import play
 
 # ---- Drafts and rows
 
@@ -356,58 +353,6 @@ def test_drafts_that_are_not_finite_are_told():
     with pytest.raises(UserError, match="not finite"):
         play(runner, requests)
     assert all(len(request.tokens) == 4 for request in requests)
-
-
-# ---- The law
-
-
-@pytest.mark.parametrize(
-    "draft, bits, coupled",
-    [("head", 16, False), ("head", 16, True), ("head", 4, False), ("model", 4, False)],
-)
-def test_law_is_the_targets_with_a_head_and_with_a_rounded_draft(draft, bits, coupled):
-    """By enumeration, rows of all kinds side by side, of a Llama with 3 tokens."""
-    shape = dict(vocab_size=3, num_hidden_layers=2, max_position_embeddings=8, eos_token_ids=())
-    target = random_llama(4, ops=Ops(), **shape)
-    head = random_head(target, drafted=(0, 2), bits=bits).pack_weights()
-    small = random_llama(5, ops=Ops(), quantization=Quantization(4), **shape)
-    kinds = [
-        Kind((2,), 2, 3, (2,)),
-        Kind((0, 1), 1, 3),
-        Kind((1, 1), 0, 2),
-        Kind((0,), 2, 3, (), dict(temperature=0.5)),
-        Kind((2, 1), 2, 3, (), dict(top_k=2)),
-        Kind((1, 2), 2, 3, (1,), dict(top_p=0.6)),
-        Kind((0, 2), 2, 3, (), dict(min_p=0.3)),
-        Kind((1, 0), 2, 3, (), dict(temperature=0.0)),
-    ]
-
-    def runner_of(n: int, make_coin) -> ModelRunner:
-        cache = KVCache(target.kv_spec(draft_layers=1), 8, n)
-        drafter = EagleDrafter(head, cache)
-        if draft == "model":
-            drafter = ModelDrafter(small, KVCache(small.kv_spec(), 8, n))
-        return ModelRunner(target, cache, Drawing(3, coupled, make_coin), drafter=drafter)
-
-    for kind, law in zip(kinds, laws_of(kinds, runner_of), strict=True):
-        assert distance(law, law_of(target, kind)) < 1e-12
-
-
-def law_of(target: Llama, kind: Kind) -> dict:
-    """The target's own, a token after the other."""
-    law = {(): 1.0}
-    for _ in range(kind.max_tokens):
-        longer = {}
-        for text, mass in law.items():
-            if text and text[-1] in kind.ends:
-                longer[text] = mass
-                continue
-            logits = target(torch.tensor([*kind.prompt, *text]))[-1:]
-            for token, p in enumerate(probabilities(logits, **kind.settings)[0].tolist()):
-                if p > 0:
-                    longer[(*text, token)] = mass * p
-        law = longer
-    return law
 
 
 # ---- With everything else

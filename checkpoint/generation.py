@@ -23,7 +23,7 @@ from checkpoint.files import Json
 from checkpoint.gguf import GGUF
 from checkpoint.hub import is_gguf
 from errors import UserError, brief
-from settings import SETTINGS, check_settings
+from settings import SETTINGS, Settings
 
 if TYPE_CHECKING:
     from tokenizer import Tokenizer
@@ -93,7 +93,7 @@ class GenerationConfig:
             if self.data.get(name) is not None and name not in asked:
                 recommended[name] = self.data[name]
         try:
-            check_settings(**recommended)
+            Settings(**recommended)
         except UserError as error:
             rule = brief(error)
             raise UserError(

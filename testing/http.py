@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+for package in ("httptools", "pydantic", "starlette", "uvicorn"):
+    pytest.importorskip(package, reason="requirements-extra.txt is not installed")
 from app import openai
 from app.metrics import Metrics
 from app.openai import Offer
