@@ -60,7 +60,8 @@ class Features(NamedTuple):
 
 class Llama(Weights):
     """`llama(tokens, metadata, logits_indices)` -> logits. Without metadata the tokens are one
-    sequence, and there is no cache."""
+    sequence, and there is no cache. Its weights are made, named and packed in
+    checkpoint/weights.py."""
 
     def __call__(
         self,

@@ -36,7 +36,7 @@ def test_settings_without_effect_are_supported():
         transformers_version="5", chat_format="chatml", penalty_last_n=64, typical_p=1.0
     )
     assert GenerationConfig(harmless).unsupported() == []
-    assert GenerationConfig(dict(forced_eos_token_id=7, mirostat=1)).unsupported() != []
+    assert len(GenerationConfig(dict(forced_eos_token_id=7, mirostat=1)).unsupported()) == 2
     many = dict.fromkeys(map(str, range(999)), "x" * 999)
     assert len("".join(GenerationConfig(many).unsupported())) < 3000
     for name, value in (("exponential_decay_length_penalty", [5, 1.5]), ("new", True)):
