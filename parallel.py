@@ -18,9 +18,9 @@ second matrix is *row-parallel*, cut by inputs:
 key/value heads than processes, several processes hold a replica of one head. A process has a
 smaller Llama, so caches, blocks and quantized keys need no change. All processes run the same
 scheduler, because their logits are equal to the bit. At the end of a step the host takes drawn
-tokens and times from the first process (`agree`), and the order to stop comes with them.
+tokens and times from the first process (`agree`).
 
-Invariant: all processes stop after the same step.
+Invariant: after each step all processes hold the same tokens.
 Cost of a token in each process: (2 L + 1) C numbers all-reduced, ⌈V / n⌉ logits sent.
 Not covered: training; machines of different kinds; expert, sequence and pipeline parallelism. Where
 inputs are rounded to 8 bits, too (W8A8), logits differ a little from those of one process, because
@@ -49,15 +49,6 @@ def num_processes() -> int:
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     return 1
-
-
-class StopFlag:
-    """The order to stop, set in the first process when a signal comes (app/launch.py)."""
-
-    error: KeyboardInterrupt | None = None  # the next `agree` raises it, in all processes
-
-
-stop_flag = StopFlag()
 
 
 # ---- Shards --------------------------------------------------------------------------------------
@@ -146,16 +137,9 @@ class Processes(Group):
         return torch.cat(shards, dim=-1)[:, :vocab_size]  # the last shard is padded
 
     def agree(self, numbers: Any) -> Any:
-        """If the first process's stop flag is set, all stop."""
-        mine = torch.tensor(numbers, dtype=torch.int64)
-        error = stop_flag.error
-        stop = mine.new_tensor([error is not None])
-        packed = torch.cat((mine.flatten(), stop))
-        dist.broadcast(packed, src=0)
-        if packed[-1]:
-            stop_flag.error = None
-            raise error or KeyboardInterrupt
-        return packed[:-1].view(mine.shape).tolist()
+        agreed = torch.tensor(numbers, dtype=torch.int64)
+        dist.broadcast(agreed, src=0)
+        return agreed.tolist()
 
 
 def group_for(device: torch.device) -> Group:

@@ -17,10 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import is_torchelastic_launched
 
 from app.chat import Conversation, chat_settings, edit_lines, typed_line
 from app.flags import FILES, flagged, generate_flags
-from app.launch import follow, handle_signal, joined, rank, read_once, waiting_signals
+from app.launch import (
+    follow,
+    handle_signal,
+    joined,
+    launch,
+    rank,
+    read_once,
+    waiting_signals,
+)
 from app.requests import Line, read_requests
 from app.shell import MAX_MESSAGE, Terminated, say, status, write
 from checkpoint.chat import replace_surrogates
@@ -31,7 +40,6 @@ from errors import UserError, brief
 from generate import Draft, Engine, Model, check_draft, load_draft
 from kernels import find_device
 from model import Llama
-from parallel import num_processes
 from request import OutputStream, Request, Result, Settings, Speculation
 from settings import Options
 
@@ -129,23 +137,18 @@ def print_json(result: Result, **more: Any) -> None:
 def print_results(
     engine: Engine, streams: Sequence[OutputStream], report: Callable[[Result], None]
 ) -> None:
-    """Report each result. A Ctrl-C waits until a result is printed; then it goes to the engine.
-
-    The engine ends the other texts as they are, and raises it again after the last one. Several
-    processes stop after the same step, so there it waits for the end of a step, too.
-    """
-    step_by_step = waiting_signals() if num_processes() > 1 else nullcontext()
-    with step_by_step:
-        results = engine.serve(streams)
-        result = next(results, None)
-        while result is not None:
-            try:
-                with waiting_signals():
-                    report(result)
-            except KeyboardInterrupt as stop:
-                result = results.throw(stop)
-            else:
-                result = next(results, None)
+    """Report each result. A Ctrl-C waits until a result is printed; then it goes to the engine,
+    which ends the other texts as they are, and raises it again after the last one."""
+    results = engine.serve(streams)
+    result = next(results, None)
+    while result is not None:
+        try:
+            with waiting_signals():
+                report(result)
+        except KeyboardInterrupt as stop:
+            result = results.throw(stop)
+        else:
+            result = next(results, None)
 
 
 # ---- One prompt, many, or a chat ---------------------------------------------------------------
@@ -381,10 +384,11 @@ def run_command(arguments: Sequence[str]) -> int:
     settings = flagged(Settings, args)
     device = find_device(args.device)
     n = args.tensor_parallel
-    if n > 1:  # refused before other processes start
+    if n > 1 and not is_torchelastic_launched():
         config, _ = open_checkpoint(find_model(args.target))
-        config.shard(n)
-    with joined(n, device, arguments) as device:
+        config.shard(n)  # refused before processes start
+        return launch(n, device, arguments)
+    with joined(n, device) as device:
         read = {name: read_grammar(getattr(args, name)) for name in FILES}
         settings = replace(settings, **read)
         prompt = read_prompt(args)
