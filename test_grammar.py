@@ -5,10 +5,8 @@ import math
 import re
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import replace
 from itertools import product
 from random import Random
-from threading import Event, Timer
 
 import pytest
 import torch
@@ -20,15 +18,13 @@ from conftest import examples
 from drafters import ModelDrafter, NgramDrafter
 from errors import UserError
 from generate import Engine, Model, generate, load_draft
-from kvcache import KVCache
 from request import OutputStream, Request, Settings
 from runner import ModelRunner
 from speculative import Drawing, Round
-from testing.folders import write_tokenizer
 from testing.pages import ROOT
 from testing.pieces import load, tokenizer_model
 from testing.toys import END, SPELLING, FourTokens, Letters, Place, grammars, new_tokens, toy_cache
-from testing.worlds import LLAMA, drafter_of, paged, random_tokens
+from testing.worlds import RULES
 from tokenizer import Tokenizer
 
 pytest.importorskip("llguidance", reason="requirements-extra.txt is not installed")
@@ -120,21 +116,13 @@ def test_an_error_in_the_worker_is_one_of_the_round():
 
 
 def test_a_state_survives_its_drafts():
-    """An error of the package within them, and an interruption while the worker still reads one."""
+    """And an error of the package within them."""
     state = GrammarState(GRAMMARS, GRAMMARS.compile(Grammar("regex", "abab")), [0])
     mask = state.matcher.compute_bitmask()
     state.push(1)
     state.matcher.consume_token(1)
     assert state.matcher.is_error()
     state.settle([])
-    assert state.matcher.compute_bitmask() == mask
-
-    may_read = Event()
-    GRAMMARS.worker.submit(may_read.wait, 10)
-    late = GRAMMARS.worker.submit(state.push, 1)
-    Timer(0.05, may_read.set).start()
-    state.restore()
-    assert late.done() and state.num_drafts == 0
     assert state.matcher.compute_bitmask() == mask
 
 
@@ -148,88 +136,7 @@ def test_texts_without_a_grammar_need_no_masks():
     assert masks.apply(logits, [0, 0], 0) is logits and not masks.works
 
 
-# ---- Texts in a batch are those that they are alone
-
-RULES = (
-    dict(regex="[a-f]{3,9}( [0-9]+)*"),
-    dict(schema={"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 9}),
-    {},
-    dict(choice=["ein Hund", "eine Katze", "e"]),
-    dict(grammar='start: "<[" WORD ("," WORD)* "]"\nWORD: /[xyz]+/'),
-)
-SHARED = random_tokens(20, 9)
-
-
-@pytest.fixture(scope="module")
-def byte_grammars(tmp_path_factory) -> Grammars:
-    """For the random models of test_batcher.py: a token a byte, then the control tokens."""
-    folder = tmp_path_factory.mktemp("bytes")
-    write_tokenizer(folder)
-    return Grammars(Tokenizer.load(folder), {256, 257})
-
-
-def requests_of(temperature: float, gamma: int) -> list[Request]:
-    """A text of each of RULES, and two forks of the first."""
-    requests = []
-    for i, rule in enumerate(RULES):
-        chosen = Settings(temperature, seed=i, max_tokens=24, gamma=gamma, **rule)
-        requests.append(Request(SHARED + random_tokens(i % 3 + 1, i), chosen, (256, 257)))
-    first = requests[0]
-    for seed in (7, 8):
-        chosen = replace(first.settings, seed=seed)
-        requests.append(Request(first.tokens, chosen, (256, 257), sibling=first))
-    return requests
-
-
-@pytest.mark.parametrize("drafter", ["none", "model", "self", "ngram"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_every_text_is_the_plain_one(drafter, temperature, byte_grammars, monkeypatch):
-    """In a small pool: with preemption, shared prefixes, forks, interrupted steps, and a text that
-    is cancelled. At temperature 0 drafts are verified in exact mode, else coupled."""
-    requests = requests_of(temperature, 3)
-    cache = paged(LLAMA, 18, 4)
-    drafts = drafter_of(drafter, cache, lambda llama: paged(llama, 60, 4))
-    drawing = Drawing(259, coupled=temperature > 0)
-    options = dict(multi_step=3, grammars=byte_grammars)
-    runner = ModelRunner(LLAMA, cache, drawing, drafter=drafts, budget=30, **options)
-    batcher = Batcher(runner, 6)
-    right = ModelRunner._run_target
-
-    def interrupted(self, *arguments):
-        right(self, *arguments)
-        raise KeyboardInterrupt
-
-    for request in requests:
-        batcher.add(request)
-    for step in range(500):
-        if not batcher.waiting and not batcher.running:
-            break
-        if step % 4 == 3:
-            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-                patch.setattr(ModelRunner, "_run_target", interrupted)
-                patch.setattr(runner, "multi_step", 1)
-                batcher.step()
-        batcher.step()
-        if step == 5:
-            batcher.cancel(requests[1])
-        cache.check()
-    assert sum(request.num_preemptions for request in requests) > 0
-    for i, request in enumerate(requests):
-        prompt = request.tokens[: request.num_prompt_tokens]
-        alone = Request(prompt, request.settings, request.eos_token_ids)
-        lone = ModelRunner(
-            LLAMA, KVCache(LLAMA.kv_spec(), 300), Drawing(259), grammars=byte_grammars
-        )
-        list(Batcher(lone, 1).run([alone]))
-        made = new_tokens(request)
-        assert made == new_tokens(alone)[: len(made)]
-        assert i == 1 or request.finish_reason == alone.finish_reason != ""
-        assert request.grammar_state is None
-        if i in (0, 5, 6):
-            text = bytes(token for token in made if token < 256).decode()
-            matches = re.fullmatch(RULES[0]["regex"], text)
-            assert matches or request.finish_reason == "length"
-    assert len({new_tokens(requests[i]) for i in (0, 5, 6)}) == (3 if temperature else 1)
+# ---- With drafts
 
 
 @pytest.fixture(scope="module")

@@ -224,6 +224,8 @@ class Cached:
     def __init__(self, keys: Store, values: Store, dtype: torch.dtype, block_size: int):
         self.keys = keys
         self.values = values
+        layers, _, _, G, width = keys.parts[0].shape
+        self.spec = KVSpec(layers, G, 2 * width if keys.bits == 4 else width)
         self.dtype = dtype
         self.block_size = block_size
         self.max_len = block_size  # a block of 64 is a row of a contiguous cache
