@@ -278,32 +278,6 @@ def test_planted_bugs_are_caught(pair, monkeypatch, plant):
         check()
 
 
-@pytest.mark.parametrize("after, stays", [("propose", True), ("observe", False)])
-def test_an_interrupted_step_leaves_no_row_that_is_gone(pair, monkeypatch, after, stays):
-    """The newest row stays if it is still the row of the text's last token that was read."""
-    target, head = pair
-    cache = PagedCache(target.kv_spec(draft_layers=1), 20, 4)
-    runner = make_runner(target, head, cache)
-    request = Request([1, 2, 3, 4], Settings(0.0, seed=0, max_tokens=9, gamma=3))
-    runner.open(request)
-    runner.step([runner.schedule(request)])
-    right = getattr(EagleDrafter, after)
-
-    def interrupted(self, *arguments):
-        right(self, *arguments)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(EagleDrafter, after, interrupted)
-        runner.step([runner.schedule(request)])
-    assert (request in runner.drafter.newest) == stays
-    check_rows(runner, [request], head)
-    while not request.finish_reason:
-        runner.step([runner.schedule(request)])
-        assert runner.drafter.newest[request].length == cache.length(request.seq)
-        check_rows(runner, [request], head)
-
-
 class LikeAGPU(Ops):
     """Logits that are not finite are told by token −1, because a GPU would have to wait."""
 

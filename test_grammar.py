@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from copy import copy
 from itertools import product
 from random import Random
-from threading import Event, Timer
 
 import pytest
 import torch
@@ -117,21 +116,13 @@ def test_an_error_in_the_worker_is_one_of_the_round():
 
 
 def test_a_state_survives_its_drafts():
-    """An error of the package within them, and an interruption while the worker still reads one."""
+    """And an error of the package within them."""
     state = GrammarState(GRAMMARS, GRAMMARS.compile(Grammar("regex", "abab")), [0])
     mask = state.matcher.compute_bitmask()
     state.push(1)
     state.matcher.consume_token(1)
     assert state.matcher.is_error()
     state.settle([])
-    assert state.matcher.compute_bitmask() == mask
-
-    may_read = Event()
-    GRAMMARS.worker.submit(may_read.wait, 10)
-    late = GRAMMARS.worker.submit(state.push, 1)
-    Timer(0.05, may_read.set).start()
-    state.restore()
-    assert late.done() and state.num_drafts == 0
     assert state.matcher.compute_bitmask() == mask
 
 
@@ -254,8 +245,6 @@ def test_a_result_tells_why_a_text_ended_early(model):
     request.error = "because"
     result = OutputStream(model.tokenizer, request, "").finish()
     assert (result.finish_reason, result.error) == ("error", "because")
-    assert result.to_dict()["error"] == "because"
-    assert "error" not in generate("Once", model, max_tokens=1).to_dict()
 
 
 def test_the_text_of_a_reply_keeps_its_first_space(vocabularies):

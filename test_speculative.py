@@ -14,7 +14,7 @@ from kernels import Ops
 from proof import Walk, WalkingCoin, enumerate_law, surprise
 from request import Request, Settings
 from sampling import TEXT, Keyed, counters, draft_role, mix, probabilities, uniform
-from settings import RULES, SETTINGS
+from settings import SETTINGS
 from speculative import (
     Drawing,
     Round,
@@ -297,7 +297,7 @@ def test_distributions_of_drafts_are_kept_as_they_were_drawn_from():
 
 
 def test_round_passes_settings_by_name_and_leaves_out_those_of_nobody(monkeypatch):
-    """A new setting needs a line in SETTINGS and one in Settings; a backend may not know it."""
+    """A new setting is declared in Settings; a backend may not know it."""
     asked = {}
 
     class Recorder(Ops):
@@ -317,7 +317,6 @@ def test_round_passes_settings_by_name_and_leaves_out_those_of_nobody(monkeypatc
     assert asked["temperature"].tolist() == [0.7, 1.0]  # to the bit, as for a text alone
     assert asked["top_k"].tolist() == [2, 0] and len(asked) == 2  # 0: keeps all
     monkeypatch.setitem(SETTINGS, "coming", 1.0)
-    monkeypatch.setitem(RULES, "coming", (0, 1, "between 0 and 1"))
     monkeypatch.setattr(Settings, "coming", None, raising=False)
     round_of(Settings(0.5))
     assert asked == {"temperature": 0.5}

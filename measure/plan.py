@@ -44,7 +44,6 @@ from measure.gpu_parts import SHAPES
 from measure.report import Section, format_bytes, format_seconds, markdown
 from model import Llama
 from paged import BLOCK_SIZE
-from parallel import shard_config
 from quant import Kind, widths
 
 LLAMA3 = dict(
@@ -123,7 +122,7 @@ class Plan:
         self.gpu = GPUS[gpu]
         self.kv_bits = kv_bits
         self.context = context
-        self.shard = without_numbers(shard_config(config, n) if n > 1 else config)
+        self.shard = without_numbers(config.shard(n))
         self.weight_bytes = weight_bytes(self.shard)
         blocks = math.ceil(context / BLOCK_SIZE)
         spec = self.shard.kv_spec(widths(kv_bits))

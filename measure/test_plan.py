@@ -82,7 +82,7 @@ def test_a_step_by_hand():
     context=st.integers(1, 131_072),
 )
 def test_texts_fit_and_one_more_does_not(name, gpu, n, bits, kv_bits, context):
-    config = plan.shard_config(plan.in_bits(MODELS[name], bits), n)
+    config = plan.in_bits(MODELS[name], bits).shard(n)
     rest = KV_SHARE * (1e9 * GPUS[gpu].memory - weight_bytes(plan.without_numbers(config)))
     tokens = 16 * ((context + 15) // 16)
     text = plan.stored_bytes(config, tokens, kv_bits, torch.bfloat16)
