@@ -141,7 +141,7 @@ def check_rows(runner: ModelRunner, requests: list[Request], head: EagleHead) ->
             assert torch.allclose(rows, wanted, atol=1e-9)
 
 
-@examples(12)
+@examples(8)
 @given(st.data())
 def test_every_row_is_that_of_the_whole_text(pair, data):
     """In batches, with shared prefixes, forks, preemption, chunks."""

@@ -92,7 +92,7 @@ def byte_grammars(tmp_path_factory) -> Grammars:
 
 @pytest.mark.parametrize("ruled", [False, pytest.param(True, marks=needs_llguidance)])
 @patch.object(Llama, "price", lambda self, context: 1 + context // 9)
-@examples(6)
+@examples(3)
 @given(w=workloads())
 @example(w=workload("model", 4, (16, 16)))
 @example(w=workload("self", 8, (8, 4)))
