@@ -452,7 +452,7 @@ def test_nan_of_a_draft_is_told_and_nothing_is_accepted(coupled):
     with pytest.raises(UserError, match="^the draft's logits are not finite"):
         runner.step([runner.schedule(request)])
     assert request.tokens == [1] and not request.rounds
-    assert runner.cache.length(request.seq) == runner.drafter.length(request) == 0
+    assert request.seq < 0  # it was closed
 
 
 def test_a_drafter_catches_up_by_no_more_than_a_budget():

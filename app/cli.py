@@ -387,7 +387,7 @@ def run_command(arguments: Sequence[str]) -> int:
     if n > 1 and not is_torchelastic_launched():
         config, _ = open_checkpoint(find_model(args.target))
         config.shard(n)  # refused before processes start
-        return launch(n, arguments)
+        return launch(n, device, arguments)
     with joined(n, device) as device:
         read = {name: read_grammar(getattr(args, name)) for name in FILES}
         settings = replace(settings, **read)

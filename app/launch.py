@@ -112,12 +112,18 @@ def follow(run: Callable[[], Any]) -> int:
 # ---- Beginning ---------------------------------------------------------------------------------
 
 
-def launch(n: int, arguments: Sequence[str]) -> int:
+def check_device(device: torch.device) -> None:
+    if device.index is not None:
+        raise UserError(f"--device is {device}, but each process takes its own: name {device.type}")
+
+
+def launch(n: int, device: torch.device, arguments: Sequence[str]) -> int:
     """Run the program in n processes of torchrun -> its exit status."""
     from torch.distributed import run as torchrun  # 0.1 seconds
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    check_device(device)
     os.environ["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // n))
     os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # no lines of PyTorch's own beside our error
     logging.disable()
@@ -149,8 +155,7 @@ def joined(n: int, device: torch.device) -> Iterator[torch.device]:
         raise UserError(
             f"--tensor-parallel is {n}, and torchrun has started {size} processes: leave it out"
         )
-    if device.index is not None:
-        raise UserError(f"--device is {device}, but each process takes its own: name {device.type}")
+    check_device(device)
     try:
         store, number, _ = next(dist.rendezvous("env://", timeout=BEGINNING))
         timeout = FOREVER if n > 1 else None
