@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -183,13 +183,6 @@ class EagleHead(Weights):
 # ---- The drafter ---------------------------------------------------------------------------------
 
 
-class Newest(NamedTuple):
-    """The newest row of a text."""
-
-    length: int  # the number of the text's rows
-    z: Tensor  # [C]
-
-
 class HeadChain:
     """A head drafts (`drafters.Chain`). `rows` are here those of the round, a request each."""
 
@@ -234,7 +227,7 @@ class EagleDrafter(BorrowingDrafter):
     def __init__(self, head: EagleHead, cache: Cache):
         super().__init__(head, cache)
         self.feature_layers = head.feature_layers
-        self.newest: dict[Request, Newest] = {}
+        self.newest: dict[Request, Tensor] = {}  # z of its newest row, [C]
 
     def close(self, request: Request) -> None:
         self.newest.pop(request, None)
@@ -256,15 +249,9 @@ class EagleDrafter(BorrowingDrafter):
         tokens, last = pack_tokens(pieces, self.model.device)
         f = self.model.combine(features)
         z = self.model.rows(f, tokens, self.cache.metadata(spans))
-        for (request, start, following), newest in zip(observed, z[last]):
-            self.newest[request] = Newest(start + len(following), newest)
-
-    def restore(self, request: Request, length: int) -> None:
-        """Forget the newest row if the interrupted step has made it. Then there are no drafts until
-        the target has read the next token."""
-        if request in self.newest and self.newest[request].length != self.cache.length(request.seq):
-            self.close(request)
+        for (request, *_), newest in zip(observed, z[last]):
+            self.newest[request] = newest
 
     def chain(self, round: Round) -> Chain:
-        newest = [self.newest[round.requests[b]].z for b in round.drafting()]
+        newest = [self.newest[round.requests[b]] for b in round.drafting()]
         return HeadChain(self.model, self.cache, round, newest=torch.stack(newest))

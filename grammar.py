@@ -260,10 +260,6 @@ class GrammarState:
         if self.has_failed:
             self.grammars.forget()
 
-    def restore(self) -> None:
-        """A round was interrupted: wait for what the worker still reads, and take it back."""
-        self.grammars.worker.submit(self._rewind).result()
-
     def fill_timed(self, mask: Tensor) -> None:
         """In the worker: fill a mask, int32[W], and end the text if that takes too long."""
         start = time.thread_time()

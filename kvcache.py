@@ -330,6 +330,7 @@ class Cache:
             raise UserError(
                 f"a cache of {dtype} is not supported; use float64, float32, bfloat16 or float16"
             )
+        self.spec = spec
         self.device = torch.device(spec.device)
         self.dtype = dtype
         self.block_size = block_size

@@ -35,17 +35,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from errors import UserError
-
-if TYPE_CHECKING:
-    from checkpoint.config import Config
 
 ROW_PARALLEL = ("o", "down")
 
@@ -58,51 +52,6 @@ def num_processes() -> int:
 
 
 # ---- Shards --------------------------------------------------------------------------------------
-
-
-def shard_config(config: Config, n: int) -> Config:
-    """The model of each of n processes. UserError if n processes cannot share it."""
-    check_divisible(config, n)
-    return replace(
-        config,
-        num_attention_heads=config.num_attention_heads // n,
-        num_key_value_heads=max(1, config.num_key_value_heads // n),
-        intermediate_size=config.intermediate_size // n,
-        vocab_size=math.ceil(config.vocab_size / n),  # the last shard is padded
-    )
-
-
-def check_divisible(config: Config, n: int) -> None:
-    """UserError if n processes cannot share this model."""
-    stored = config.quantization
-    if stored is not None and stored.ordered:
-        raise UserError(
-            "the columns of each matrix are stored in another order (act-order), which "
-            f"{n} processes cannot share: use one process, or another checkpoint"
-        )
-    # Inputs of o and down are cut in whole groups, which share a scale or a byte.
-    group = 1 if stored is None else stored.shard_multiple
-    columns = f"a multiple of {n * group}"
-    if group > 1:
-        columns += f" ({n} processes · {group} columns that stay together: --bits, --draft-bits)"
-    kv_heads = config.num_key_value_heads
-    rules = {
-        "num_attention_heads": (config.num_attention_heads % n == 0, f"a multiple of {n}"),
-        "num_key_value_heads": (
-            kv_heads % n == 0 or n % kv_heads == 0,
-            f"a multiple or a divisor of {n}",
-        ),
-        "intermediate_size": (config.intermediate_size % (n * group) == 0, columns),
-        "query_size": (config.query_size % (n * group) == 0, columns),
-        # No shard is empty: with V ≥ n², n − 1 shards of ⌈V / n⌉ hold fewer than V.
-        "vocab_size": (config.vocab_size >= n * n, f"at least {n * n}"),
-    }
-    for name, (holds, rule) in rules.items():
-        if not holds:
-            raise UserError(
-                f"{name} is {getattr(config, name)}, which {n} processes cannot share: it must be "
-                f"{rule}; start another number of processes"
-            )
 
 
 def shard_tensor(tensor: Tensor, shape: Sequence[int], rank: int, n: int) -> Tensor:
@@ -128,10 +77,6 @@ class Group:
 
     rank = 0
     n = 1
-
-    def shard(self, config: Config) -> Config:
-        """The model that this process computes."""
-        return config
 
     def cut(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
         """The part of a checkpoint's tensor that fills a tensor of this shape."""
@@ -164,9 +109,6 @@ class Processes(Group):
     def __init__(self) -> None:
         self.rank = dist.get_rank()
         self.n = dist.get_world_size()
-
-    def shard(self, config: Config) -> Config:
-        return shard_config(config, self.n)
 
     def cut(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
         return shard_tensor(tensor, shape, self.rank, self.n)

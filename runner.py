@@ -52,7 +52,7 @@ class ScheduledRequest(NamedTuple):
     num_tokens: int  # pending tokens that the target computes
     num_drafts: int = 0  # drafts that it verifies
     samples: bool = True  # False: a chunk, nothing is drawn
-    # Its rows in the tensors of the step, by `lay_out`:
+    # Its rows in the tensors of the step, by `with_rows`:
     tokens: range = range(0)  # of the pass: its pending tokens, then its drafts
     logits: range = range(0)  # of the logits: after its last pending token, and after each draft
     prompt: range = range(0)  # of the logits: those of `prompt_positions`
@@ -76,21 +76,21 @@ class ScheduledRequest(NamedTuple):
         return range(self.start, min(self.stop, self.request.num_prompt_tokens - 1))
 
 
-def lay_out(scheduled: Sequence[ScheduledRequest]) -> list[ScheduledRequest]:
+def with_rows(scheduled: Sequence[ScheduledRequest]) -> list[ScheduledRequest]:
     """Give each plan of a step its rows. The logits of all rounds come before those of prompts."""
     T = 0
     R = 0
     P = sum(item.num_drafts + 1 for item in scheduled if item.samples)
-    laid_out = []
+    placed = []
     for item in scheduled:
         tokens = range(T, T + item.num_new_tokens)
         logits = range(R, R + item.num_drafts + 1) if item.samples else range(0)
         prompt = range(P, P + len(item.prompt_positions))
-        laid_out.append(item._replace(tokens=tokens, logits=logits, prompt=prompt))
+        placed.append(item._replace(tokens=tokens, logits=logits, prompt=prompt))
         T += len(tokens)
         R += len(logits)
         P += len(prompt)
-    return laid_out
+    return placed
 
 
 @contextmanager
@@ -228,20 +228,17 @@ class ModelRunner:
 
     @torch.inference_mode()
     def step(self, scheduled: Sequence[ScheduledRequest]) -> dict[Request, list[int]]:
-        """Run the plans in one pass -> the new tokens of each request that had a round."""
-        lengths = [self.drafter.length(item.request) for item in scheduled]
+        """Run the plans in one pass -> the new tokens of each request that had a round. If the step
+        fails, or is interrupted, its requests are closed."""
         try:
             return self._step(scheduled)
-        except BaseException:  # Ctrl-C, too: bring both caches back to what they were
-            for item, length in zip(scheduled, lengths):
-                self.cache.truncate(item.request.seq, item.start)
-                self.drafter.restore(item.request, length)
-                if item.request.grammar_state is not None:
-                    item.request.grammar_state.restore()
+        except BaseException:  # Ctrl-C, too
+            for item in scheduled:
+                self.close(item.request)
             raise
 
     def _step(self, scheduled: Sequence[ScheduledRequest]) -> dict[Request, list[int]]:
-        scheduled = lay_out(scheduled)
+        scheduled = with_rows(scheduled)
         rounds = [item for item in scheduled if item.samples]
         is_typical = self._is_typical(scheduled)
         num_graphs = len(live_graphs)
@@ -350,8 +347,8 @@ class ModelRunner:
         proposal: Proposal,
         features: Features | None,
     ) -> Tensor:
-        """The target's pass, which fills `features` -> the logits [R, ≥ V] of all rounds, then
-        those of prompts (`lay_out`).
+        """The target's pass, which fills `features`. Returns the logits of all rounds, then those
+        of prompts (`with_rows`): [R, ≥ V].
 
         Only the device has the drafted tokens. So the host writes 0 for each, and the device fills
         these holes.

@@ -16,7 +16,7 @@ from kernels import Ops
 from kvcache import CacheFull, KVCache, KVSpec
 from model import Llama
 from paged import PagedCache
-from proof import Toy, Walk, distance, enumerate_law
+from proof import Toy
 from quant import WIDTHS, quantize
 from request import Request, Settings
 from runner import ModelRunner, ScheduledRequest
@@ -24,7 +24,7 @@ from sampling import probabilities
 from settings import Options
 from speculative import Drawing, Round
 from testing.models import SMALL, proposed, read
-from testing.toys import COPY, KINDS, TARGET, LastToken, Place, new_tokens, play, toy_cache
+from testing.toys import COPY, TARGET, Place, toy_cache
 
 
 def toy_round(request: Request, num_drafts: int, V: int = 3) -> Round:
@@ -53,7 +53,7 @@ def slow_look_up(text: list[int], count: int, longest: int) -> list[int]:
     st.lists(st.integers(0, 3), min_size=1, max_size=30),
     st.integers(1, 4),
     st.lists(
-        st.tuples(st.integers(0, 6), st.lists(st.integers(0, 3), min_size=1), st.booleans()),
+        st.tuples(st.integers(0, 6), st.lists(st.integers(0, 3), min_size=1)),
         max_size=4,
     ),
 )
@@ -61,16 +61,12 @@ def test_ngrams_are_those_of_a_slow_search_while_the_text_grows(text, longest, g
     drafter = NgramDrafter(longest)
     request = Request(text, Settings())
     drafter.open(request)
-    for count, new, is_interrupted in [(3, [0], True), *growth]:
+    for count, new in [(3, [0]), *growth]:
         expected = slow_look_up(request.tokens, count, longest)
         assert drafter.look_up(request, count) == expected
         assert drafter.max_drafts(request, count) == len(expected)
-        num_before = len(request.tokens)
         request.tokens += new
-        if is_interrupted:  # after the text has grown
-            drafter.restore(request, num_before)
-        else:
-            drafter.commit(request, len(new))
+        drafter.commit(request, len(new))
 
 
 def test_ngram_proposal_is_a_one_hot_distribution():
@@ -83,23 +79,6 @@ def test_ngram_proposal_is_a_one_hot_distribution():
     assert drafted.tolist() == [[3, 1], [-1, -1]]
     assert q.sum(-1).tolist() == [[1, 1, 0], [0, 0, 0]]
     assert q[0, 0, 3] == q[0, 1, 1] == 1
-
-
-# ---- Any drafter is exact
-
-
-@pytest.mark.parametrize("make", [NgramDrafter, LastToken])  # those without weights
-@pytest.mark.parametrize("kind", KINDS)
-def test_law_with_a_drafter_without_weights(make, kind):
-    def run(walk: Walk, n: int) -> list:
-        runner = ModelRunner(
-            TARGET, toy_cache(n), Drawing(TARGET.V, make_coin=walk), drafter=make()
-        )
-        requests = [kind.request(seed) for seed in range(n)]
-        play(runner, requests)
-        return list(map(new_tokens, requests))
-
-    assert distance(enumerate_law(run, width=256), kind.law()) < 1e-12
 
 
 # ---- In coupled mode nobody reads the distributions
@@ -292,33 +271,6 @@ def test_the_copy_drafts_only_behind_what_the_target_has_read():
     request.tokens += [1, 0]
     item = runner.schedule(request)
     assert (item.num_tokens, item.num_drafts, item.samples) == (2, 0, False)
-
-
-@pytest.mark.parametrize("paged", [False, True])
-def test_interrupted_draft_leaves_the_targets_cache_as_it_was(paged):
-    cache = toy_cache(1, paged)
-    runner, request = drafting(cache, 3)
-    num_calls = 0
-
-    class Breaks(Toy):
-        def __call__(self, tokens, metadata, logits_indices=None, features=None):
-            nonlocal num_calls
-            num_calls += 1
-            if num_calls == 2:
-                raise KeyboardInterrupt
-            return COPY(tokens, metadata, logits_indices)
-
-    runner.drafter.model = Breaks(longest=1)
-    with pytest.raises(KeyboardInterrupt):
-        runner.step([runner.schedule(request)])
-    assert cache.length(request.seq) == len(request.tokens) - 1
-    assert not paged or cache.check()
-    while not request.finish_reason:
-        runner.step([runner.schedule(request)])
-    runner, alone = drafting(toy_cache(1), 3)
-    while not alone.finish_reason:
-        runner.step([runner.schedule(alone)])
-    assert request.tokens == alone.tokens and num_calls > 4
 
 
 def test_siblings_get_the_texts_that_they_get_alone(small):

@@ -135,7 +135,7 @@ def test_several_prompts_are_a_batch_in_order(model):
     assert [result.index for result in results] == [0, 1, 2, 3]
     alone = [generate(prompt, model, **settings) for prompt in prompts]
     assert [result.tokens for result in results] == [result.tokens for result in alone]
-    assert results[0].to_dict()["text"] == alone[0].text
+    assert results[0].text == alone[0].text
     assert generate(["Tom"], model, **settings)[0].text == alone[0].text
     assert generate([], model) == []
 
@@ -343,7 +343,7 @@ def test_an_option_says_how_drafts_are_verified(model):
         assert drawing.by_token == (verify == "token")
         assert drawing.coupled == (verify == "coupled")
     assert Options().verify == VERIFY[0] == "block"
-    with pytest.raises(UserError, match="^verify is 'exact': it must be block or token or coupled"):
+    with pytest.raises(UserError, match="^verify is 'exact': it must be block, token or coupled"):
         Options(verify="exact")
 
 

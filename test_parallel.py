@@ -32,7 +32,7 @@ from errors import UserError
 from generate import Engine, Model, check_draft, load_draft
 from kvcache import KVCache, KVSpec
 from model import Llama
-from parallel import group_for, num_processes, shard_config, shard_tensor
+from parallel import group_for, num_processes, shard_tensor
 from request import Settings
 from settings import Options
 from testing.folders import write_model
@@ -277,9 +277,9 @@ def test_a_model_that_cannot_be_shared_is_refused_by_name(n, G, R, F):
         wrong.append("intermediate_size")
     if wrong:
         with pytest.raises(UserError, match=f"^{wrong[0]} is .*which {n} processes cannot share"):
-            shard_config(config, n)
+            config.shard(n)
     else:
-        shard = shard_config(config, n)
+        shard = config.shard(n)
         assert shard.query_size * n == config.query_size
         assert shard.kv_size == max(config.kv_size // n, config.head_dim)
 
@@ -298,14 +298,14 @@ def test_groups_of_columns_are_cut_whole_or_refused():
         (ours | dict(bits="nf4"), "· 64 columns"),
     ):
         with pytest.raises(UserError, match=says):
-            shard_config(stored_as(fields), 2)
+            stored_as(fields).shard(2)
     fp8 = ours | dict(bits="fp8", group=128, head_bits=8)
     for fields in (gptq | dict(group_size=-1), fp8):
-        assert shard_config(stored_as(fields), 2).intermediate_size == 48
+        assert stored_as(fields).shard(2).intermediate_size == 48
     with pytest.raises(
         UserError, match="vocab_size is 15, which 4 processes cannot share: it must be at least 16;"
     ):
-        shard_config(replace(config, vocab_size=15), 4)
+        replace(config, vocab_size=15).shard(4)
 
 
 # ---- Cost

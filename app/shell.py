@@ -160,9 +160,14 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def number_or_word(text: str) -> int | str:
-    """The value of a flag that takes a number or a word."""
-    return int(text) if text.isdecimal() else text
+def number_or_word(text: str) -> float | str:
+    """The value of a flag that takes a number or a word. Its own rule refuses what is wrong."""
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text
 
 
 class Help(argparse.RawDescriptionHelpFormatter):

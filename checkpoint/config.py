@@ -228,6 +228,55 @@ class Config:
             )
         return replace(self, quantization=layout)
 
+    # ---- A share of the model (parallel.py)
+
+    def shard(self, n: int) -> Config:
+        """The model of each of n processes. UserError if n processes cannot share it."""
+        if n == 1:
+            return self
+        self._check_divisible(n)
+        return replace(
+            self,
+            num_attention_heads=self.num_attention_heads // n,
+            num_key_value_heads=max(1, self.num_key_value_heads // n),
+            intermediate_size=self.intermediate_size // n,
+            vocab_size=math.ceil(self.vocab_size / n),  # the last shard is padded
+        )
+
+    def _check_divisible(self, n: int) -> None:
+        """UserError if n processes cannot share this model."""
+        stored = self.quantization
+        if stored is not None and stored.ordered:
+            raise UserError(
+                "the columns of each matrix are stored in another order (act-order), which "
+                f"{n} processes cannot share: use one process, or another checkpoint"
+            )
+        # Inputs of o and down are cut in whole groups, which share a scale or a byte.
+        group = 1 if stored is None else stored.shard_multiple
+        columns = f"a multiple of {n * group}"
+        if group > 1:
+            columns += (
+                f" ({n} processes · {group} columns that stay together: --bits, --draft-bits)"
+            )
+        kv_heads = self.num_key_value_heads
+        rules = {
+            "num_attention_heads": (self.num_attention_heads % n == 0, f"a multiple of {n}"),
+            "num_key_value_heads": (
+                kv_heads % n == 0 or n % kv_heads == 0,
+                f"a multiple or a divisor of {n}",
+            ),
+            "intermediate_size": (self.intermediate_size % (n * group) == 0, columns),
+            "query_size": (self.query_size % (n * group) == 0, columns),
+            # No shard is empty: with V ≥ n², n − 1 shards of ⌈V / n⌉ hold fewer than V.
+            "vocab_size": (self.vocab_size >= n * n, f"at least {n * n}"),
+        }
+        for name, (holds, rule) in rules.items():
+            if not holds:
+                raise UserError(
+                    f"{name} is {getattr(self, name)}, which {n} processes cannot share: it must "
+                    f"be {rule}; start another number of processes"
+                )
+
 
 def parse_file(file: Path, parse: Callable[[Json], Any]) -> Any:
     """What `parse` makes of the object in a file. UserError names the file."""

@@ -78,7 +78,7 @@ class Weights:
         # Each of several processes (parallel.py) holds a part of every matrix, and a smaller config
         # says how large. For one process, shard is config.
         self.group = group_for(self.device)
-        shard = self.group.shard(config)
+        shard = config.shard(self.group.n)
         self.config = replace(shard, vocab_size=config.vocab_size)
         C = config.hidden_size
         self.embed = self.linear("embed", shard.vocab_size, C)  # [V, C]

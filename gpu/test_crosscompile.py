@@ -12,7 +12,7 @@ import triton.language as tl
 
 from gpu.testing import SHARED, Report, apart, compile_launches, copies_ahead, is_shallow
 
-pytestmark = pytest.mark.gpu_interpreter
+pytestmark = pytest.mark.gpu
 
 
 @triton.jit

@@ -23,7 +23,7 @@ from paged import PagedCache
 from quant import KEY_GROUP, WIDTHS, int4, int8
 from testing.tensors import attend, heads_first
 
-pytestmark = pytest.mark.gpu_interpreter
+pytestmark = pytest.mark.gpu
 
 
 @contextmanager

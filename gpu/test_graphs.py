@@ -42,7 +42,7 @@ from testing.heads import random_head
 from testing.models import SMALL, model_chain, proposed
 from testing.toys import Place
 
-pytestmark = pytest.mark.gpu_interpreter
+pytestmark = pytest.mark.gpu
 
 
 TINY = dict(

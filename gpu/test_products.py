@@ -21,7 +21,7 @@ from quant import FORMATS, Quantized, quantize, rounded_product
 from testing.tensors import LAYOUTS, laid_out, stands_for
 
 pytestmark = [
-    pytest.mark.gpu_interpreter,
+    pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore:overflow encountered in exp"),  # a sigmoid that is 0
 ]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # a CPU runs kernels in the interpreter

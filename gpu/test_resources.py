@@ -16,7 +16,7 @@ from model import Llama
 from paged import PagedCache
 from quant import Quantized
 
-pytestmark = pytest.mark.gpu_interpreter
+pytestmark = pytest.mark.gpu
 DIVIDING = ("_peaks", "_weigh", "_edge", "_cut")  # these spill 8 bytes around a division
 
 

@@ -40,6 +40,7 @@ def random_llama(
     dtype: torch.dtype = torch.float64,
     scale: float = 10.0,
     weight_dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
     **config: Any,
 ) -> Llama:
     """Random weights, the same in every dtype, and so large (`scale`) that logits differ."""
@@ -49,7 +50,7 @@ def random_llama(
         if "norm" not in name:
             tensor.mul_(scale)
     stored = Config(**{**SMALL, **config})
-    llama = Llama(stored, dtype=dtype, seed=None, ops=ops, weight_dtype=weight_dtype)
+    llama = Llama(stored, device, dtype, seed=None, ops=ops, weight_dtype=weight_dtype)
     fill_model(llama, numbers.items())
     return llama.pack_weights()
 

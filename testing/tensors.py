@@ -13,7 +13,8 @@ from quant import FORMATS, Quantized, quantize
 
 def amid(x: Tensor, fill: float = 1000.0) -> Tensor:
     """The same numbers, not contiguous, among others that must not be used."""
-    wide = torch.full((*x.shape[:-1], x.shape[-1] + 3), fill, dtype=x.dtype)
+    shape = (*x.shape[:-1], x.shape[-1] + 3)
+    wide = torch.full(shape, fill, dtype=x.dtype, device=x.device)
     wide[..., :-3] = x
     return wide[..., :-3]
 
