@@ -177,7 +177,7 @@ class Batcher:
             return False
         sibling = first.sibling
         if sibling in self.running and self.runner.num_pending(sibling) > 1:
-            return False  # it still reads the prompt that this text is to share
+            return False  # it still reads the prompt that this text is to find
         return True
 
     def _admit(
@@ -185,9 +185,8 @@ class Batcher:
     ) -> ScheduledRequest | None:
         """Admit a text -> its work in this step. None if the target's cache has no room for all of
         it, if a cache has none for this step, or if too few tokens of the step are left."""
-        sibling = request.sibling if request.sibling in self.running else None
         try:
-            self.runner.open(request, sibling)
+            self.runner.open(request)
         except CacheFull:
             self.retry_at_step = self.num_steps + RETRY_AFTER
             return None

@@ -5,7 +5,7 @@
                                                INT4, and what grammars cost it
     python bench.py --draft tiny-eagle         what drafts cost and gain, beside plain decoding
     python bench.py --against transformers     the same prompts and weights, in turns; or llama.cpp
-    python bench.py --gpu first                a GPU's first minutes; or compile, smoke, …
+    python bench.py --gpu all                  models of true shapes on a GPU; or decode, …
     python bench.py --plan 70B --gpu H200      what a model needs on GPUs that are not here
     python bench.py --readme                   the documents' tables and pictures
 
@@ -33,37 +33,33 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from app.shell import Parser, check_file, new_file, number_or_word, say, status, write
+from app.shell import Parser, number_or_word, say, status, write
+from checkpoint.files import check_file, new_file
 from errors import UserError
 from measure import (
     drafts,
-    first_contact,
     gpu_cases,
-    grammar_costs,
-    memory,
     pair,
     peers,
     pictures,
     plan,
-    precompile,
     report,
     steps,
 )
-from measure.effort import QUICK, Effort
 from measure.machine import machine, results_file
 from measure.report import Results
+from measure.sizes import QUICK, SIZES, Sizes
 
 ROOT = Path(__file__).parent
-DOCUMENTS = ("README.md", "TOUR.md", "results/README.md")
-SECTIONS: dict[str, Callable[[Effort], Any]] = {
+DOCUMENTS = ("README.md", "TOUR.md", "results/README.md", "docs/using.md")  # with figures
+SECTIONS: dict[str, Callable[[Sizes], Any]] = {
     "stack": pair.stack,  # one technique added to the other
     "drafts": drafts.of_tiny,  # speculation by γ
     "bits": pair.bits,  # bytes and perplexity
-    "waste": memory.waste,  # empty memory, in rows and in blocks
     "steps": steps.steps,  # seconds, in fewer bits
-    "grammars": grammar_costs.grammar_costs,  # the share of masks in a token's time
+    "grammars": steps.grammar_costs,  # the share of masks in a token's time
 }
-GPU_CASES = ["first", "compile", *gpu_cases.CASES]
+GPU_CASES = ["all", *gpu_cases.CASES]
 
 
 def parse_bench(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -80,7 +76,7 @@ def parse_bench(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--draft",
         metavar="NAME",
         action="append",
-        help="drafts for --target to measure, or for --plan",
+        help="drafts for --target to measure",
     )
     p.add_argument(
         "--draft-bits",
@@ -98,26 +94,26 @@ def parse_bench(arguments: Sequence[str] | None) -> argparse.Namespace:
         p.error(f"--gpu is {args.gpu}: it must be one of {', '.join(names)}")
     measures_gpu = args.gpu and not args.plan
     for is_so, flags, why in (  # where flags would do nothing: "--gguf has no use but with …"
-        (args.plan, "against readme plain quick target draft_bits prompts gguf out", "with --plan"),
+        (args.plan, "against readme plain quick target out", "with --plan"),
+        (args.plan, "draft draft_bits prompts gguf", "with --plan"),
         (not args.plan, "gpus bits kv_bits context", "but with --plan"),
         (args.against != "llama.cpp", "gguf", "but with --against llama.cpp"),
         (not args.draft, "prompts draft_bits", "but with --draft"),
         (args.against or args.readme or measures_gpu, "draft", "with --against, --gpu or --readme"),
         (args.gpu or args.readme, "target against", "with --gpu or --readme"),
         (args.readme, "gpu plain quick out", "with --readme"),
-        (args.gpu == "compile", "plain quick out", "with --gpu compile"),
     ):
         if is_so:
             p.unused(args, flags, why)
     return args
 
 
-def measure_pair(effort: Effort) -> Results:
+def measure_pair(sizes: Sizes) -> Results:
     """Measure every section with tiny, and with tiny-draft where there are drafts."""
     results = machine()
     for name, measure in SECTIONS.items():
         say(name)
-        results[name] = measure(effort)
+        results[name] = measure(sizes)
     return results
 
 
@@ -183,9 +179,7 @@ def run_bench(args: argparse.Namespace) -> int:
     if args.plan:
         write_sections([plan.plan_section(args)])
         return 0
-    if args.gpu == "compile":
-        return 1 if precompile.compile_kernels() else 0
-    effort = QUICK if args.quick else Effort()
+    sizes = QUICK if args.quick else SIZES
     is_stored = args.out or not args.quick
 
     def file_of(results: Results | None) -> Path:
@@ -199,25 +193,23 @@ def run_bench(args: argparse.Namespace) -> int:
         if is_stored:
             store_results(file_of(results), results)
 
-    if args.gpu == "first":
-        return first_contact.run_first(args.quick, store)
     if args.gpu:  # it has sizes of its own, and stores row by row
-        results = gpu_cases.run_case(args.gpu, args.quick, store)
+        results = gpu_cases.run_cases(args.gpu, args.quick, store)
     elif args.against:
-        rows = peers.against(args.against, args.target or "tiny", args.gguf, effort)
+        rows = peers.against(args.against, args.target or "tiny", args.gguf, sizes)
         results = machine() | {"peers": rows}
     elif args.draft:
         target = args.target or "tiny"
-        measured = drafts.drafts(effort, target, args.draft, args.prompts, args.draft_bits)
+        measured = drafts.drafts(sizes, target, args.draft, args.prompts, args.draft_bits)
         results = machine() | {"drafts": measured}
     elif args.target:
-        results = machine() | {"steps": steps.steps(effort, args.target)}
-        results["grammars"] = grammar_costs.grammar_costs(effort, args.target)
+        results = machine() | {"steps": steps.steps(sizes, args.target)}
+        results["grammars"] = steps.grammar_costs(sizes, args.target)
     else:
-        results = measure_pair(effort)
+        results = measure_pair(sizes)
     store(results)
     write_sections(report.sections(results))
-    return 1 if gpu_cases.wrong_rows(results) else 0
+    return 1 if gpu_cases.has_wrong_rows(results) else 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

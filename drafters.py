@@ -25,7 +25,7 @@ that was picked is fed, to go on behind it. A backend may do the whole chain in 
     open                              a request comes
     max_drafts, num_to_read, fits     a step is planned; nothing changes
     prepare, propose                  before the target's pass
-    observe, commit                   after it; or restore, if the step was interrupted
+    observe, commit                   after it
     close                             the request has ended
 
 Not covered: trees of drafts.
@@ -202,9 +202,6 @@ class Drafter:
     def commit(self, request: Request, num_new: int) -> None:
         """The text has grown by `num_new` tokens: forget what is stored of rejected drafts."""
 
-    def restore(self, request: Request, length: int) -> None:
-        """A step was interrupted: forget what was read after the first `length` tokens."""
-
 
 class ModelDrafter(Drafter):
     """A model with a cache of its own. A text longer than its context gets no more drafts.
@@ -290,10 +287,6 @@ class ModelDrafter(Drafter):
             if len(request.tokens) > self.cache.max_len:
                 self.close(request)
 
-    def restore(self, request: Request, length: int) -> None:
-        if request in self.seqs:
-            self.cache.truncate(self.seqs[request], length)
-
 
 class BorrowingDrafter(Drafter):
     """A drafter in the target's cache, which takes back what it stored there. It stores fewer
@@ -345,9 +338,6 @@ class NgramDrafter(Drafter):
 
     def commit(self, request: Request, num_new: int) -> None:
         self.texts[request] += "".join(map(chr, request.tokens[-num_new:]))
-
-    def restore(self, request: Request, length: int) -> None:
-        self.open(request)
 
     def max_drafts(self, request: Request, wanted: int) -> int:
         return len(self.look_up(request, wanted))

@@ -17,7 +17,7 @@ chain. Published heads differ in where they have norms: the flags of `EagleConfi
     to draft k tokens                 k − 1 rows more, made of fed-back z, and forgotten again
 
 The keys and values of these rows are one more layer of the target's cache: row i is in the slot of
-token i. So shared prefixes, forks, preemption and caches in fewer bits need one thing more: a row
+token i. So shared prefixes, preemption and caches in fewer bits need one thing more: a row
 depends on the next token, too (`lookahead` in paged.py). A token outside the head's vocabulary is
 drafted only where a grammar allows no other: verification is exact for any distribution of drafts.
 
@@ -33,17 +33,17 @@ Li et al. 2025, EAGLE-3 (arXiv:2503.01840), section 3. Training: train/eagle.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from checkpoint.weights import Weights
 from drafters import BorrowingDrafter, Chain, Observed, pack_tokens
 from kernels import Linear, Ops
 from kvcache import AttentionMetadata, Cache
-from model import Layer, Llama, named_parts
+from model import Llama
 from quant import Quantized
 from request import Request
 from speculative import Round
@@ -54,8 +54,10 @@ if TYPE_CHECKING:
 # ---- The head ------------------------------------------------------------------------------------
 
 
-class EagleHead(Llama):
-    """A Llama of one layer, with another input to that layer, and a smaller vocabulary."""
+class EagleHead(Weights):
+    """One layer, with an input of its own, and a smaller vocabulary."""
+
+    rope = Llama.rope  # with the head's own frequencies
 
     def __init__(
         self,
@@ -75,17 +77,36 @@ class EagleHead(Llama):
         super().__init__(
             config.draft_config, device, dtype, seed=None, ops=ops, weight_dtype=weight_dtype
         )
-        C = self.config.hidden_size
+        c = self.config
+        C = c.hidden_size
         n = len(self.feature_layers)
-        self.fc = self._linear("fc", C, n * config.target_hidden_size)
-        self.hidden_norm = self._empty(C)
+        self.fc = self.linear("fc", C, n * config.target_hidden_size)
+        (layer,) = self.layers
+        layer.qkv = self.linear("qkv", c.query_size + 2 * c.kv_size, 2 * C, c.qkv_bias)
+        self.outside = ["fc", "head"]
+        num_rows = 0  # of an embedding of its own: the target's vocabulary, whole, never quantized
+        if config.has_embedding:
+            self.outside.append("embed")
+            num_rows = target.config.vocab_size
+        self.embed = Linear(self.empty(num_rows, C))
+        self.hidden_norm = self.empty(C)
         self.feature_norms = {}  # before `fc`
         for name, size in config.feature_norms(n).items():
-            self.feature_norms[name] = self._empty(size)
+            self.feature_norms[name] = self.empty(size)
         # The head's token i is the target's token i + offsets[i].
         self.offsets = torch.zeros(self.config.vocab_size, dtype=torch.int64, device=device)
         if seed is not None:
-            self._randomize(seed)
+            self.randomize(seed)
+
+    def named_weights(self) -> dict[str, Tensor | Quantized]:
+        """The weights, by their names in a folder (checkpoint/eagle.py)."""
+        of_all = super().named_weights().items()
+        weights = {name.removeprefix("model."): weight for name, weight in of_all}
+        weights["layers.0.hidden_norm.weight"] = self.hidden_norm
+        weights |= self.feature_norms
+        if self.eagle.has_offsets:
+            weights["d2t"] = self.offsets
+        return weights
 
     def combine(self, features: Tensor) -> Tensor:
         """f, made of the features: [T, n, hidden_size of the target] -> [T, C]."""
@@ -108,7 +129,7 @@ class EagleHead(Llama):
         metadata: AttentionMetadata,
         *unused: None,
     ) -> Tensor:
-        """The operations of `rows`. unused: what only a whole Llama is asked for."""
+        """The operations of `rows`. unused: what only a Llama is asked for."""
         f, tokens = inputs
         ops = self.ops
         layer = self.layers[0]
@@ -160,48 +181,8 @@ class EagleHead(Llama):
             return self.ops.embed(tokens, self.embed, self.dtype)
         return self.target.embedding(tokens)
 
-    # ---- The weights
-
-    def _embedding(self) -> Linear:
-        num_rows = self.target.config.vocab_size if self.eagle.has_embedding else 0
-        return Linear(self._empty(num_rows, self.config.hidden_size))
-
-    def _layer(self, i: int) -> Layer:
-        c = self.config
-        N = c.query_size + 2 * c.kv_size
-        qkv = self._linear("qkv", N, 2 * c.hidden_size, c.qkv_bias)
-        return replace(super()._layer(i), qkv=qkv)
-
-    def named_weights(self) -> dict[str, Tensor | Quantized]:
-        """The weights, by their names in a checkpoint (checkpoint/eagle.py)."""
-        tensors = {"fc.weight": self.fc.weight, "norm.weight": self.norm}
-        tensors["layers.0.hidden_norm.weight"] = self.hidden_norm
-        tensors |= self._layer_weights(self.layers[0], "layers.0.")
-        tensors |= named_parts(self.head, {"lm_head": self.vocab_rows})
-        tensors |= self.feature_norms
-        if self.eagle.has_embedding:
-            tensors["embed_tokens.weight"] = self.embed.weight
-        if self.eagle.has_offsets:
-            tensors["d2t"] = self.offsets
-        return tensors
-
-    def pack_weights(self) -> EagleHead:
-        self._pack_layers()
-        if self.eagle.has_embedding:
-            self.embed = self.ops.pack_weight(self.embed, self.dtype)
-        self.fc = self.ops.pack_weight(self.fc, self.dtype)
-        self.head = self.ops.pack_weight(self.head, self.dtype)
-        return self
-
 
 # ---- The drafter ---------------------------------------------------------------------------------
-
-
-class Newest(NamedTuple):
-    """The newest row of a text."""
-
-    length: int  # the number of the text's rows
-    z: Tensor  # [C]
 
 
 class HeadChain:
@@ -248,7 +229,7 @@ class EagleDrafter(BorrowingDrafter):
     def __init__(self, head: EagleHead, cache: Cache):
         super().__init__(head, cache)
         self.feature_layers = head.feature_layers
-        self.newest: dict[Request, Newest] = {}
+        self.newest: dict[Request, Tensor] = {}  # z of its newest row, [C]
 
     def close(self, request: Request) -> None:
         self.newest.pop(request, None)
@@ -270,15 +251,9 @@ class EagleDrafter(BorrowingDrafter):
         tokens, last = pack_tokens(pieces, self.model.device)
         f = self.model.combine(features)
         z = self.model.rows(f, tokens, self.cache.metadata(spans))
-        for (request, start, following), newest in zip(observed, z[last]):
-            self.newest[request] = Newest(start + len(following), newest)
-
-    def restore(self, request: Request, length: int) -> None:
-        """Forget the newest row if the interrupted step has made it. Then there are no drafts until
-        the target has read the next token."""
-        if request in self.newest and self.newest[request].length != self.cache.length(request.seq):
-            self.close(request)
+        for (request, *_), newest in zip(observed, z[last]):
+            self.newest[request] = newest
 
     def chain(self, round: Round) -> Chain:
-        newest = [self.newest[round.requests[b]].z for b in round.drafting()]
+        newest = [self.newest[round.requests[b]] for b in round.drafting()]
         return HeadChain(self.model, self.cache, round, newest=torch.stack(newest))

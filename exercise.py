@@ -34,7 +34,6 @@ from app.shell import Parser, status, write
 from errors import UserError, check_names
 
 ROOT = Path(__file__).parent
-FOLDERS = ("app", "checkpoint", "cpu", "gpu", "train", "measure", "models", "test_data")
 BLANK = 'raise NotImplementedError("your turn")'
 
 
@@ -120,7 +119,7 @@ EXERCISES = (
         teaches="accept a draft with min(1, p/q), or draw from the residual",
         tests=(
             "test_speculative.py::test_verify_survives_a_residual_without_mass",
-            "test_speculative.py::test_law_of_every_row_of_a_ragged_batch_is_the_targets",
+            "test_distribution.py::test_outputs_follow_the_targets_distribution",
             "test_speculative.py::test_verify_follows_p_and_accepts_as_many_as_it_says",
         ),
         flags="--draft tiny-draft --verify token --temperature 1",
@@ -131,7 +130,7 @@ EXERCISES = (
         teaches="with the same noise, drafts change nothing but the speed",
         tests=(
             "test_speculative.py::test_coupled_drafts_are_accepted_as_often_as_the_paper_says",
-            "test_speculative.py::test_law_of_coupled_mode_is_the_targets",
+            "test_distribution.py::test_coupled_outputs_follow_it",
         ),
         flags="--draft tiny-draft --verify coupled",
     ),
@@ -158,7 +157,7 @@ EXERCISES = (
         teaches="a sampler's exact distribution, from every outcome of its coin",
         tests=(
             "test_proof.py",
-            "test_speculative.py::test_law_of_coupled_mode_is_the_targets",
+            "test_distribution.py::test_coupled_outputs_follow_it",
         ),
         flags=None,
     ),
@@ -176,39 +175,32 @@ def blanked(text: str, function: str) -> str:
     return "\n".join(lines)
 
 
-def sources() -> list[Path]:
-    """The files of a copy."""
-    files = [ROOT / "pyproject.toml", ROOT / "edits.json", *ROOT.glob("*.py")]
-    for folder in FOLDERS:
-        for path in (ROOT / folder).rglob("*"):
-            if path.is_file() and "__pycache__" not in path.parts:
-                files.append(path)
-    return files
+def copy_project(folder: Path) -> None:
+    """Copy code, models and the data of tests. UserError if the folder is there already."""
+    if folder.exists() or ROOT in folder.resolve().parents[1:]:
+        raise UserError(
+            f"{folder} exists, or lies in a folder of the project: remove it, or put another "
+            "FOLDER after NAME"
+        )
+    made = (ROOT / ".gitignore").read_text().replace("/", "").split()
+    left_out = shutil.ignore_patterns(".*", "*.md", "docs", "results", *made)
+    shutil.copytree(ROOT, folder, ignore=left_out)
 
 
 def make(exercise: Exercise, folder: Path) -> int:
     """Copy the project without the function's body -> the exit status."""
-    files = sources()  # listed before the folder is there, which may lie in one of ours
-    if folder.exists():
-        raise UserError(f"{folder} exists: remove it, or put another FOLDER after NAME")
-    for file in files:
-        copied = folder / file.relative_to(ROOT)
-        copied.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(file, copied)
+    copy_project(folder)
     page = folder / exercise.page
     text = page.read_text(encoding="utf-8")
     page.write_text(blanked(text, exercise.function), encoding="utf-8")
     judges = "\n    ".join(exercise.tests)
-    calls = "no command of generate.py calls it"
-    if exercise.flags is not None:
-        calls = " ".join(
-            ["this calls it: python generate.py", exercise.flags, '"Once upon a time"']
-        )
     write(
         f"{page} lacks the body, which is yours to write. Its judges are\n    {judges}\n"
         f"Run them: python exercise.py {exercise.function} {folder} --check\n"
-        f"In {folder}, {calls}\n"
     )
+    if exercise.flags is not None:
+        command = f'python generate.py {exercise.flags} "Once upon a time"'
+        write(f"In {folder}, this calls it: {command}\n")
     return 0
 
 

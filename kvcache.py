@@ -11,9 +11,10 @@ out over all tokens: so "8/4" gives keys 8 bits and values 4.
     cache.fits([(seq, n), ...])                is there memory for n more tokens each?
     metadata = cache.extend([(seq, tokens)])   takes memory for these tokens, or refuses before
                                                anything has changed
-    cache.truncate(seq, length)                keeps the first `length` tokens
-    cache.commit(seq, tokens, num_new)         after a round: forgets rejected drafts
-    cache.fork(seq) · cache.free(seq) · cache.length(seq)
+    cache.commit(seq, tokens, num_new)         after a step: forgets rejected drafts
+    cache.truncate(seq, length)                keeps the first `length` tokens, at least those that
+                                               were committed
+    cache.free(seq) · cache.length(seq)
 
 Memory is cut into blocks of `block_size` tokens, and a sequence has a *block table*: its blocks, in
 order. Token t of a sequence lies in the slot
@@ -249,11 +250,6 @@ class Store:
         by_slot = [part[layer].flatten(0, 1) for part in self.parts]
         return self.decode([part.index_select(0, slots) for part in by_slot], dtype)
 
-    def copy(self, source: int, target: int, count: int | None = None) -> None:
-        """Copy the first `count` tokens (None: all) of a block to another, in all layers."""
-        for part in self.parts:
-            part[:, target, :count] = part[:, source, :count]
-
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
@@ -325,7 +321,7 @@ NewTokens = Sequence[tuple[int, Sequence[int]]]  # (sequence, its new tokens), .
 
 class Cache:
     """What the contiguous and the paged cache share: the storage, the sequences, and checks before
-    anything changes. Each adds `open`, `fork` and `free`.
+    anything changes. Each adds `open` and `free`.
     """
 
     def __init__(self, spec: KVSpec, num_blocks: int, block_size: int, max_len: int):
@@ -334,6 +330,7 @@ class Cache:
             raise UserError(
                 f"a cache of {dtype} is not supported; use float64, float32, bfloat16 or float16"
             )
+        self.spec = spec
         self.device = torch.device(spec.device)
         self.dtype = dtype
         self.block_size = block_size
@@ -426,9 +423,9 @@ class Cache:
         del self._sequences[seq].tokens[length:]
 
     def commit(self, seq: int, tokens: Sequence[int], num_new: int) -> None:
-        """After a round, keep the keys and values of the text, without those of rejected drafts.
+        """After a step, keep the keys and values of the text, without those of rejected drafts.
 
-        tokens: the whole text, which the round made longer by num_new. No model has read the last
+        tokens: the whole text, which the step made longer by num_new. No model has read the last
         of them, and a draft model has not read its last draft either.
         """
         length = min(self.length(seq), len(tokens) - 1)
@@ -459,15 +456,6 @@ class KVCache(Cache):
         seq = self._free_rows.pop()
         self._sequences[seq] = CachedSequence(block_table=[seq])
         return seq, 0
-
-    def fork(self, seq: int) -> int:
-        """A second sequence with the same past: a copy, in this cache."""
-        tokens = self.sequence(seq).tokens
-        new, _ = self.open(tokens)
-        self._sequences[new].tokens += tokens
-        self.keys.copy(seq, new, len(tokens))
-        self.values.copy(seq, new, len(tokens))
-        return new
 
     def free(self, seq: int) -> None:
         self.sequence(seq)  # KeyError if it is not open

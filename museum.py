@@ -588,8 +588,8 @@ ROOMS: dict[str, list[Exhibit]] = {
             "logprobs are taken from rows of drafts that were rejected",
             "tokens had the logprobs of other places",
             ModelRunner._logprobs,
-            "first_row += item.num_drafts + 1",
-            "first_row += len(new)",
+            "item.logits[: len(new)]",
+            "item.logits[-len(new) :]",
             texts_alone_and_together,
         ),
         Exhibit(

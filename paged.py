@@ -10,13 +10,12 @@ sequences stay until their space is needed. A block's hash here is a serial numb
 the block is cached, and tokens are compared: two different prefixes never have the same hash.
 
   - `open` never finds the whole prompt: at least one token must be computed, for its logits.
-  - A block is cached at its sequence's next `extend`, or at `free`: rejected drafts have been
-    truncated by then (`commit`), so no block that holds one is ever found.
-  - `extend` writes only into a block that no other sequence has, and that `open` finds no more; a
-    shared one is copied.
+  - A full block is cached by `commit`, which has dropped the rejected drafts: so no block that
+    holds one is ever found. Several samples of one prompt read it once, but for its last block.
+  - Only cached blocks are shared, and `truncate` does not cut into them. So `extend` writes only
+    into blocks that no other sequence has.
   - `truncate` drops references and writes nothing. `free` releases the tail first, so prefixes stay
     longest.
-  - `fork` shares all blocks: several samples of one prompt compute the prompt once.
 
 Invariant (`check`): free + idle + live == total, and a block has as many references as tables that
 hold it. (Live: it has references. Idle: it has none, and is kept for `open` to find. Cached: `open`
@@ -95,8 +94,6 @@ class BlockPool:
     def cache_block(self, block: int, key: BlockKey) -> int:
         """Let `open` find this full block -> its hash. If another block has the key, that block
         stays cached, and its hash is returned."""
-        if block in self.key_of:  # a sequence that shares it has cached it
-            return self.hash_of[block]
         if key not in self.cached:
             self.cached[key] = block
             self.key_of[block] = key
@@ -104,10 +101,9 @@ class BlockPool:
         return self.hash_of[self.cached[key]]
 
     def evict(self, block: int) -> None:
-        """Let `open` find this block no more."""
-        if block in self.key_of:
-            del self.cached[self.key_of.pop(block)]
-            del self.hash_of[block]
+        """Let `open` find this cached block no more."""
+        del self.cached[self.key_of.pop(block)]
+        del self.hash_of[block]
 
 
 class PagedCache(Cache):
@@ -171,19 +167,11 @@ class PagedCache(Cache):
             sequence.block_hashes.append(parent)
 
     def _num_new_blocks(self, counts: Sequence[tuple[int, int]]) -> int:
-        """How many blocks `_add_blocks` takes for n more tokens of each (seq, n), copies
-        included."""
+        """How many blocks `_add_blocks` takes for n more tokens of each (seq, n)."""
         num_new = 0
-        writers = Counter[int]()  # sequences that write into each block that is not full
         for seq, n in counts:
             sequence = self.sequence(seq)
-            length = len(sequence.tokens)
-            num_new += self.blocks_for(length + n) - len(sequence.block_table)
-            if n and length % self.block_size:
-                writers[sequence.block_table[-1]] += 1
-        # A writer copies its block unless nobody else holds it: 3 writers make 2 copies.
-        for block, num_writers in writers.items():
-            num_new += min(num_writers, self.pool.references[block] - 1)
+            num_new += self.blocks_for(len(sequence.tokens) + n) - len(sequence.block_table)
         return num_new
 
     def fits(self, counts: Sequence[tuple[int, int]]) -> bool:
@@ -193,22 +181,17 @@ class PagedCache(Cache):
         new_blocks = self.pool.take(
             self._num_new_blocks([(seq, len(tokens)) for seq, tokens in new_tokens])
         )
-        try:
-            for seq, tokens in new_tokens:
-                sequence = self._sequences[seq]
-                length = len(sequence.tokens)
-                self._cache_full_blocks(sequence)
-                if length % self.block_size:
-                    self._own_last_block(sequence, new_blocks)
-                while len(sequence.block_table) < self.blocks_for(length + len(tokens)):
-                    sequence.block_table.append(new_blocks.pop())
-        finally:  # none is left, but after Ctrl-C
-            for block in new_blocks:
-                self.pool.release(block)
+        for seq, tokens in new_tokens:
+            sequence = self._sequences[seq]
+            while len(sequence.block_table) < self.blocks_for(len(sequence.tokens) + len(tokens)):
+                sequence.block_table.append(new_blocks.pop())
+
+    def commit(self, seq: int, tokens: Sequence[int], num_new: int) -> None:
+        super().commit(seq, tokens, num_new)
+        if self.prefix_caching:
+            self._cache_full_blocks(self.sequence(seq))
 
     def _cache_full_blocks(self, sequence: CachedSequence) -> None:
-        if not self.prefix_caching:
-            return
         num_done = len(sequence.block_hashes)
         num_full = (len(sequence.tokens) - self.lookahead) // self.block_size
         for i in range(num_done, num_full):
@@ -217,41 +200,23 @@ class PagedCache(Cache):
             block_hash = self.pool.cache_block(sequence.block_table[i], key)
             sequence.block_hashes.append(block_hash)
 
-    def _own_last_block(self, sequence: CachedSequence, new_blocks: list[int]) -> None:
-        """Prepare a write into a last block that is not full: no other sequence may have or find
-        it."""
-        block = sequence.block_table[-1]
-        if self.pool.references[block] == 1:
-            self.pool.evict(block)  # if it was full, and cached, before a `truncate`
-            return
-        copied = new_blocks[-1]
-        self.keys.copy(block, copied)
-        self.values.copy(block, copied)
-        sequence.block_table[-1] = new_blocks.pop()
-        self.pool.release(block)
-
     def truncate(self, seq: int, length: int) -> None:
+        sequence = self.sequence(seq)
+        num_cached = len(sequence.block_hashes) * self.block_size
+        if length < num_cached:
+            raise ValueError(
+                f"sequence {seq} cannot be cut to {length}: `open` may find its first {num_cached} "
+                "tokens; open another sequence"
+            )
         super().truncate(seq, length)
-        sequence = self._sequences[seq]
-        del sequence.block_hashes[length // self.block_size :]
         while len(sequence.block_table) > self.blocks_for(length):
             self.pool.release(sequence.block_table.pop())
 
-    def fork(self, seq: int) -> int:
-        """Make a second sequence with the same past. Nothing is copied until one of both writes."""
-        sequence = self.sequence(seq)
-        for block in sequence.block_table:
-            self.pool.share(block)
-        new = next(self._next_seq)
-        self._sequences[new] = CachedSequence(
-            sequence.tokens[:], sequence.block_table[:], sequence.block_hashes[:]
-        )
-        return new
-
     def free(self, seq: int) -> None:
-        """Release all blocks. Full blocks can be found until their space is needed."""
-        self._cache_full_blocks(self.sequence(seq))
-        self.truncate(seq, 0)
+        """Release all blocks. Cached blocks can be found until their space is needed."""
+        sequence = self.sequence(seq)
+        while sequence.block_table:
+            self.pool.release(sequence.block_table.pop())
         del self._sequences[seq]
 
     # ---- The invariant
@@ -316,8 +281,7 @@ def main() -> None:
     ):
         seq, num_cached = cache.open(text)  # a byte is a token
         cache.extend([(seq, text[num_cached:])])
-        copied = cache.fork(seq)
-        cache.extend([(copied, b".")])  # caches full blocks, and copies a last one that is not full
+        cache.commit(seq, text + b".", 1)  # as if a round had made a full stop
         row = "".join(str(number or "·") for number in cache.pool.references)
         free, idle, live = cache.check()
         print(

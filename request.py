@@ -50,7 +50,7 @@ class Request:
     logprobs: list[TokenLogprob] = field(default_factory=list)  # those of new tokens, if asked for
     # Those of the prompt's tokens from the second on, if asked for. Texts of one prompt share them.
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    sibling: Request | None = None  # a request with the same prompt, to fork the cache from
+    sibling: Request | None = None  # a request whose reading of the same prompt this one awaits
     turn: float = 0.0  # the turn in the queue (batcher.py)
     arrived: float = 0.0  # seconds, by time.perf_counter
     started: float = 0.0  # when the request was first admitted (batcher.py)
@@ -175,25 +175,6 @@ class Result:
         """The speed after the first round; None if all tokens came in that round."""
         seconds = self.seconds - self.seconds_to_first_token
         return (len(self.tokens) - self.num_first_tokens) / seconds if seconds > 0 else None
-
-    def to_dict(self) -> dict[str, Any]:
-        """The result as `--json` prints it."""
-        stats = {
-            "prompt_tokens": len(self.prompt_tokens),
-            "tokens": len(self.tokens),
-            "seconds_to_first_token": self.seconds_to_first_token,
-            "tokens_per_second": self.tokens_per_second,
-            "seconds_queued": self.seconds_queued,
-        }
-        stats |= (self.speculation or Speculation())._asdict()
-        names = ("index", "prompt", "prompt_tokens", "tokens", "text", "seed", "finish_reason")
-        told = {name: getattr(self, name) for name in names}
-        for name in ("prompt_logprobs", "logprobs"):
-            entries = getattr(self, name)
-            if entries is not None:
-                told[name] = [entry._asdict() for entry in entries]
-        told["stats"] = stats
-        return told | {"error": self.error} if self.error else told
 
 
 class OutputStream:

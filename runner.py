@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from drafters import Drafter, Observed, chain_in_cache, fastest_draft
 from gamma import AutoGamma
@@ -51,6 +52,10 @@ class ScheduledRequest(NamedTuple):
     num_tokens: int  # pending tokens that the target computes
     num_drafts: int = 0  # drafts that it verifies
     samples: bool = True  # False: a chunk, nothing is drawn
+    # Its rows in the tensors of the step, by `with_rows`:
+    tokens: range = range(0)  # of the pass: its pending tokens, then its drafts
+    logits: range = range(0)  # of the logits: after its last pending token, and after each draft
+    prompt: range = range(0)  # of the logits: those of `prompt_positions`
 
     @property
     def num_new_tokens(self) -> int:
@@ -69,6 +74,23 @@ class ScheduledRequest(NamedTuple):
         if self.request.settings.prompt_logprobs is None:
             return range(0)
         return range(self.start, min(self.stop, self.request.num_prompt_tokens - 1))
+
+
+def with_rows(scheduled: Sequence[ScheduledRequest]) -> list[ScheduledRequest]:
+    """Give each plan of a step its rows. The logits of all rounds come before those of prompts."""
+    T = 0
+    R = 0
+    P = sum(item.num_drafts + 1 for item in scheduled if item.samples)
+    placed = []
+    for item in scheduled:
+        tokens = range(T, T + item.num_new_tokens)
+        logits = range(R, R + item.num_drafts + 1) if item.samples else range(0)
+        prompt = range(P, P + len(item.prompt_positions))
+        placed.append(item._replace(tokens=tokens, logits=logits, prompt=prompt))
+        T += len(tokens)
+        R += len(logits)
+        P += len(prompt)
+    return placed
 
 
 @contextmanager
@@ -110,9 +132,9 @@ class ModelRunner:
 
     # ---- Requests
 
-    def open(self, request: Request, sibling: Request | None = None) -> None:
-        """Open a request for the drafter, and in the target's cache: anew, or as a fork of a
-        sibling with the same prompt. CacheFull is raised before anything has changed."""
+    def open(self, request: Request) -> None:
+        """Open a request for the drafter, and in the target's cache. CacheFull is raised before
+        anything has changed."""
         self.drafter.open(request)
         known = request.tokens
         if request.settings.prompt_logprobs is not None:
@@ -120,12 +142,7 @@ class ModelRunner:
             # tokens whose records are there.
             known = known[: len(request.prompt_logprobs) + 1]
         try:
-            if sibling is None:
-                request.seq, _ = self.cache.open(known)
-            else:  # the prompt's last token is computed again, for its logits
-                request.seq = self.cache.fork(sibling.seq)
-                length = min(self.cache.length(request.seq), request.num_prompt_tokens - 1)
-                self.cache.truncate(request.seq, length)
+            request.seq, _ = self.cache.open(known)
         except CacheFull:
             self.drafter.close(request)
             raise
@@ -211,19 +228,17 @@ class ModelRunner:
 
     @torch.inference_mode()
     def step(self, scheduled: Sequence[ScheduledRequest]) -> dict[Request, list[int]]:
-        """Run the plans in one pass -> the new tokens of each request that had a round."""
-        lengths = [self.drafter.length(item.request) for item in scheduled]
+        """Run the plans in one pass -> the new tokens of each request that had a round. If the step
+        fails, or is interrupted, its requests are closed."""
         try:
             return self._step(scheduled)
-        except BaseException:  # Ctrl-C, too: bring both caches back to what they were
-            for item, length in zip(scheduled, lengths):
-                self.cache.truncate(item.request.seq, item.start)
-                self.drafter.restore(item.request, length)
-                if item.request.grammar_state is not None:
-                    item.request.grammar_state.restore()
+        except BaseException:  # Ctrl-C, too
+            for item in scheduled:
+                self.close(item.request)
             raise
 
     def _step(self, scheduled: Sequence[ScheduledRequest]) -> dict[Request, list[int]]:
+        scheduled = with_rows(scheduled)
         rounds = [item for item in scheduled if item.samples]
         is_typical = self._is_typical(scheduled)
         num_graphs = len(live_graphs)
@@ -231,8 +246,8 @@ class ModelRunner:
         self.drafter.prepare(scheduled)
         features = None
         if self.drafter.feature_layers:
-            num_tokens = sum(item.num_new_tokens for item in scheduled)
-            features = self.target.empty_features(self.drafter.feature_layers, num_tokens)
+            T = scheduled[-1].tokens.stop
+            features = self.target.empty_features(self.drafter.feature_layers, T)
         round_tokens, logits = self._run(scheduled, rounds, features)
         logprobs = self._logprobs(rounds, round_tokens, logits)
         self._record_prompts(scheduled, logits)
@@ -249,6 +264,9 @@ class ModelRunner:
             new = self._finish(item.request, new, stats)
             item.request.logprobs += records[: len(new)]
             new_tokens[item.request] = new
+        for item in scheduled:
+            num_new = len(new_tokens.get(item.request, ()))
+            self.cache.commit(item.request.seq, item.request.tokens, num_new)
         return new_tokens
 
     def _choose_gamma(
@@ -299,10 +317,10 @@ class ModelRunner:
             proposal = self.drafter.propose(round) if has_drafts else round.no_drafts()
         if round.masks is not None:  # begin to fill the grammars' masks for the rows of the drafts
             round.masks.push_all(proposal.tokens.tolist())
-        logits = self._run_target(scheduled, round, proposal, features)
+        logits = self._run_target(scheduled, rounds, proposal, features)
         if not rounds:
             return [], logits
-        p, logits = self._probabilities(round, logits)
+        p, logits = self._probabilities(rounds, round, logits)
         if has_drafts:
             return self._verify(round, p, proposal), logits
         picked = round.text_coin().pick(p[:, 0])  # int64[B], drawn by the target's coin
@@ -325,73 +343,60 @@ class ModelRunner:
     def _run_target(
         self,
         scheduled: Sequence[ScheduledRequest],
-        round: Round,
+        rounds: Sequence[ScheduledRequest],
         proposal: Proposal,
         features: Features | None,
     ) -> Tensor:
-        """The target's pass, which fills `features`. Returns the logits [R, ≥ V] after the last
-        pending token of each round, and after each of its drafts, round after round; then those of
-        prompts (`ScheduledRequest.prompt_positions`), request after request.
+        """The target's pass, which fills `features`. Returns the logits of all rounds, then those
+        of prompts (`with_rows`): [R, ≥ V].
 
-        The host knows the pending tokens; the device alone knows the drafts. So each input id is
-        looked up in the drafts of the round, [B · k], with the known tokens behind them. A chunk of
-        two tokens, then a round of one token with two drafts:
-
-            drafts, known   7 9 | 5 8 3       sources   2 3 | 4 0 1       input ids   5 8 | 3 7 9
+        Only the device has the drafted tokens. So the host writes 0 for each, and the device fills
+        these holes.
         """
-        k = round.width - 1
-        num_padded = len(round.requests) * k  # drafts, with padding
-        known: list[int] = []
-        sources: list[int] = []  # [T]
-        logits_indices: list[int] = []  # of rounds
-        prompt_indices: list[int] = []
         to_store = []  # (sequence, its tokens)
-        b = 0  # the next row of the round
         for item in scheduled:
-            shift = len(sources) - item.start  # from a position in the text to one in the pass
-            prompt_indices += [position + shift for position in item.prompt_positions]
             pending = item.request.tokens[item.start : item.stop]
             to_store.append((item.request.seq, pending + [0] * item.num_drafts))
-            first = num_padded + len(known)
-            sources += range(first, first + len(pending))
-            known += pending
-            if item.samples:
-                last_pending = len(sources) - 1
-                logits_indices += range(last_pending, last_pending + item.num_drafts + 1)
-                sources += range(b * k, b * k + item.num_drafts)
-                b += 1
+        k = proposal.tokens.shape[1]
+        logits_indices: list[int] = []
+        holes: list[int] = []  # where drafts belong in the pass
+        drafts: list[int] = []  # which ones, of the proposal's [B · k]
+        for b, item in enumerate(rounds):
+            logits_indices += item.tokens[item.num_tokens - 1 :]
+            holes += item.tokens[item.num_tokens :]
+            drafts += range(b * k, b * k + item.num_drafts)
+        for item in scheduled:
+            shift = item.tokens.start - item.start  # from a position to a row of the pass
+            logits_indices += [position + shift for position in item.prompt_positions]
         device = self.target.device
-        tokens = send(known, device)
-        if num_padded:
+        tokens = send([token for _, new in to_store for token in new], device)
+        if holes:
             # −1 stands for a draft whose logits were not finite: `check_tokens` raises later.
-            drafts = proposal.tokens.flatten().clamp(min=0)
-            tokens = torch.cat((drafts, tokens))[send(sources, device)]
-        logits_indices += prompt_indices
+            proposed = proposal.tokens.flatten().clamp(min=0)
+            tokens[send(holes, device)] = proposed[send(drafts, device)]
         wanted = None  # the logits of all tokens
-        if logits_indices != [*range(len(sources))]:
+        if logits_indices != [*range(len(tokens))]:
             wanted = send(logits_indices, device)
         return self.target(tokens, self.cache.extend(to_store), wanted, features)
 
-    def _probabilities(self, round: Round, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def _probabilities(
+        self, rounds: Sequence[ScheduledRequest], round: Round, logits: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """The logits of `_run_target` -> the target's distributions, float[B, k + 1, V], with zeros
         for the drafts that a request does not have; and all logits without a grammar's masks."""
         unmasked = logits
         asks = any(count is not None for count in round.setting("logprobs"))
         if round.masks is not None and asks:
             unmasked = logits.clone()  # masks are applied in place
-        B = len(round.requests)
-        width = round.width
+        counts = [len(item.logits) for item in rounds]
         owners: list[int] = []  # the request of each row
-        places: list[int] = []  # its place among B · width
-        for b, num_drafts in enumerate(round.num_drafts):
-            owners += [b] * (num_drafts + 1)
-            places += range(b * width, b * width + num_drafts + 1)
+        for b, count in enumerate(counts):
+            owners += [b] * count
         # The rows of prompts, which come after those of rounds, are not sampled.
         probs = round.probabilities(logits[: len(owners)], owners)  # [·, V]
-        if len(owners) < B * width:
-            padded = probs.new_zeros(B * width, probs.shape[1])
-            probs = padded.index_copy_(0, send(places, self.target.device), probs)
-        return probs.view(B, width, -1), unmasked
+        if min(counts) < round.width:
+            return pad_sequence(probs.split(counts), batch_first=True), unmasked
+        return probs.unflatten(0, (-1, round.width)), unmasked
 
     def _logprobs(
         self,
@@ -402,30 +407,26 @@ class ModelRunner:
         """The records of each round's tokens; none if its request does not ask for them. A draft,
         or its correction, has the row that verified it. logits: as `_run` returns them."""
         logprobs = []
-        first_row = 0
         for item, new in zip(rounds, round_tokens):
             records = []
             num_top = item.request.settings.logprobs
             if num_top is not None:
-                rows = logits[first_row : first_row + len(new), : self.drawing.vocab_size]
+                rows = logits[item.logits[: len(new)], : self.drawing.vocab_size]
                 records = token_logprobs(rows, new, num_top)
             logprobs.append(records)
-            first_row += item.num_drafts + 1
         return logprobs
 
     def _record_prompts(self, scheduled: Sequence[ScheduledRequest], logits: Tensor) -> None:
-        """Enter the records of prompt tokens. logits: those of `_run_target`, theirs last."""
-        asking = [item for item in scheduled if item.prompt_positions]
-        first_row = len(logits) - sum(len(item.prompt_positions) for item in asking)
-        for item in asking:
-            request = item.request
+        """Enter the records of prompt tokens. logits: as `_run_target` returns them."""
+        for item in scheduled:
             positions = item.prompt_positions
-            rows = logits[first_row : first_row + len(positions), : self.drawing.vocab_size]
-            tokens = request.tokens[positions.start + 1 : positions.stop + 1]
-            records = token_logprobs(check_finite(rows), tokens, request.settings.prompt_logprobs)
-            # They may be there already: after a preemption, or from a sibling.
-            request.prompt_logprobs[positions.start : positions.stop] = records
-            first_row += len(positions)
+            if positions:
+                request = item.request
+                rows = check_finite(logits[item.prompt, : self.drawing.vocab_size])
+                tokens = request.tokens[positions.start + 1 : positions.stop + 1]
+                records = token_logprobs(rows, tokens, request.settings.prompt_logprobs)
+                # They may be there already: after a preemption, or from a sibling.
+                request.prompt_logprobs[positions.start : positions.stop] = records
 
     def _observe(
         self,
@@ -437,15 +438,14 @@ class ModelRunner:
         the accepted drafts."""
         made = iter(round_tokens)
         observed = []
-        kept = []  # their features: [·, layers, C] for each text
-        counts = [item.num_new_tokens for item in scheduled]
-        for item, values in zip(scheduled, features.values.split(counts)):
+        kept: list[int] = []  # their rows of the pass
+        for item in scheduled:
             new = next(made) if item.samples else []
             count = item.num_tokens + max(0, len(new) - 1)
             text = item.request.tokens[item.start :] + new  # from position `start` on
             observed.append(Observed(item.request, item.start, text[1 : count + 1]))
-            kept.append(values[:count])
-        self.drafter.observe(observed, torch.cat(kept))
+            kept += item.tokens[:count]
+        self.drafter.observe(observed, features.values[send(kept, self.target.device)])
 
     def _finish(self, request: Request, new: list[int], stats: RoundStats) -> list[int]:
         """Append what a round made to the text, up to an end-of-text. Returns the new tokens."""
@@ -465,7 +465,6 @@ class ModelRunner:
         request.rounds.append(stats)
         if request.grammar_state is not None:
             self._settle_grammar(request, new)
-        self.cache.commit(request.seq, request.tokens, len(new))
         self.drafter.commit(request, len(new))
         return new
 

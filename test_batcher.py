@@ -3,247 +3,29 @@
 import gc
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import contextmanager
-from itertools import chain
 from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import example, given
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
 from batcher import RETRY_AFTER, Batcher
-from conftest import add_noise, examples, random_llama, write_model
-from drafters import Drafter, ModelDrafter, NgramDrafter, SelfDrafter
+from drafters import NgramDrafter
 from errors import UserError
 from generate import Engine, Model, load_draft
-from kvcache import Cache, KVCache, KVSpec
-from model import Llama
+from kvcache import KVCache
 from paged import PagedCache
-from proof import Walk, distance, enumerate_law
-from quant import Bits
 from request import OutputStream, Request, Settings
-from runner import ModelRunner, ScheduledRequest
-from sampling import TokenLogprob, token_logprobs
+from runner import ModelRunner
+from sampling import token_logprobs
 from settings import Options
 from speculative import Drawing
-from test_drafters import LastToken
-from test_speculative import COPY, DRAFT, TARGET, Kind, new_tokens
-
-V = 259
-
-
-LLAMA = random_llama(1, max_position_embeddings=300)
-SMALLER = random_llama(1, max_position_embeddings=300, num_hidden_layers=1)
-# As if its weights were rounded.
-ROUNDED = add_noise(random_llama(1, max_position_embeddings=300))
-
-
-def paged(llama: Llama, blocks: int, size: int, sharing=True, bits: Bits = (16, 16)) -> PagedCache:
-    return PagedCache(llama.kv_spec(bits=bits), blocks, size, prefix_caching=sharing)
-
-
-def drafter_of(name: str, cache: Cache, make_cache: Callable[[Llama], Cache]) -> Drafter | None:
-    """cache: the target's; make_cache: makes another."""
-    if name == "model":
-        return ModelDrafter(SMALLER, make_cache(SMALLER))
-    if name == "self":
-        return SelfDrafter(ROUNDED, cache)
-    return NgramDrafter() if name == "ngram" else None
-
-
-def made_alone(request: Request, drafter="none", coupled=False, bits: Bits = (16, 16)) -> Request:
-    """This request by itself, with the contiguous cache."""
-
-    def make_cache(llama: Llama) -> KVCache:
-        return KVCache(llama.kv_spec(bits=bits), 300)
-
-    prompt = request.tokens[: request.num_prompt_tokens]
-    copy = Request(prompt, request.settings, request.eos_token_ids)
-    cache = make_cache(LLAMA)
-    runner = ModelRunner(
-        LLAMA, cache, Drawing(V, coupled), drafter=drafter_of(drafter, cache, make_cache)
-    )
-    list(Batcher(runner, 1).run([copy]))
-    return copy
-
-
-def alone(request: Request, *how) -> list[int]:
-    """The text of this request by itself."""
-    return list(new_tokens(made_alone(request, *how)))
-
-
-def numbers(entries: Sequence[TokenLogprob]) -> Tensor:
-    """All of these records: [tokens, 2 + 2 top]."""
-    rows = [[entry.token, entry.logprob, *chain(*entry.top)] for entry in entries]
-    return torch.tensor(rows, dtype=torch.float64)
-
-
-# ---- Any workload
-
-PREFIX = torch.randint(256, (200,), generator=torch.Generator().manual_seed(5)).tolist()
-
-
-def random_tokens(count: int, seed: int = 0) -> list[int]:
-    return torch.randint(256, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-@st.composite
-def workloads(draw) -> dict:
-    text = st.fixed_dictionaries(
-        dict(
-            own=st.integers(0, 40),
-            shared=st.sampled_from([0, 0, 10, 33, 80]),
-            count=st.integers(0, 10),
-            copies=st.sampled_from([1, 1, 2, 3]),
-            told=st.sampled_from([None, 0, 3]),  # of the prompt's log-probabilities
-            temperature=st.sampled_from([0.0, 1.0, 0.7]),
-            gamma=st.integers(0, 4),
-            arrives=st.integers(0, 8),
-            top_k=st.sampled_from([None, 5]),
-            cancelled=st.sampled_from([None, None, None, 3]),
-        )
-    )
-    return dict(
-        texts=draw(st.lists(text, min_size=1, max_size=4)),
-        size=draw(st.integers(1, 32)),
-        spare=draw(st.integers(0, 6)),
-        budget=draw(st.integers(5, 64)),
-        batch=draw(st.integers(1, 4)),
-        drafter=draw(st.sampled_from(["none", "model", "self", "self", "ngram"])),
-        coupled=draw(st.booleans()),
-        contiguous=draw(st.sampled_from([False, False, True])),
-        sharing=draw(st.booleans()),
-        bits=draw(st.sampled_from([(16, 16), (16, 16), (8, 8), (8, 4), (4, 4)])),
-        multi_step=draw(st.integers(1, 5)),
-    )
-
-
-def workload(drafter: str, size: int, bits: Bits, **more) -> dict:
-    """Four texts, two with the same beginning, in a pool of little more than one: some are
-    preempted."""
-    common = dict(temperature=1.0, gamma=3, top_k=None, cancelled=None, copies=1, told=1)
-    texts = []
-    for i, (own, shared, count) in enumerate([(3, 0, 14), (0, 4, 14), (1, 4, 12), (2, 0, 10)]):
-        texts.append(dict(common, own=own, shared=shared, count=count, arrives=i // 3))
-    rest = dict(coupled=False, contiguous=False, sharing=True, multi_step=4)
-    sizes = dict(size=size, spare=6, budget=20, batch=4)
-    return {**rest, **sizes, "texts": texts, "drafter": drafter, "bits": bits, **more}
-
-
-@patch.object(Llama, "price", lambda self, context: 1 + context // 9)
-@examples(8)
-@given(workloads())
-@example(workload("model", 4, (16, 16)))
-@example(workload("self", 8, (8, 4)))
-@example(workload("model", 3, (8, 8), coupled=True, sharing=False))
-@example(workload("ngram", 4, (4, 4), batch=2, contiguous=True))
-@example(workload("none", 4, (16, 16)))
-def test_every_request_gets_the_tokens_it_gets_alone(w):
-    requests = []
-    texts = []
-    for i, text in enumerate(w["texts"]):
-        prompt = PREFIX[: text["shared"]] + random_tokens(text["own"] + 1, i)
-        chosen = Settings(
-            text["temperature"],
-            top_k=text["top_k"],
-            seed=i,
-            max_tokens=text["count"],
-            gamma=text["gamma"],
-            prompt_logprobs=text["told"],
-        )
-        first = Request(prompt, chosen, range(12))
-        requests += [first, *map(first.sibling_text, range(1, text["copies"]))]
-        texts += [text] + [text | dict(cancelled=None)] * (text["copies"] - 1)
-    longest = max(len(r.tokens) + r.num_remaining for r in requests)
-    blocks = -(-longest // w["size"]) + w["spare"] // w["size"]  # down to one text
-
-    def make_cache(llama: Llama) -> Cache:
-        if w["contiguous"]:
-            return KVCache(llama.kv_spec(bits=w["bits"]), longest, w["batch"])
-        return paged(llama, blocks, w["size"], w["sharing"], w["bits"])
-
-    cache = make_cache(LLAMA)
-    drafter = drafter_of(w["drafter"], cache, make_cache)
-    options = dict(budget=w["budget"], multi_step=w["multi_step"])
-    runner = ModelRunner(LLAMA, cache, Drawing(V, w["coupled"]), drafter=drafter, **options)
-    batcher = Batcher(runner, w["batch"])
-    step_of = runner.step
-
-    def step_within_budget(scheduled: list[ScheduledRequest]) -> dict[Request, list[int]]:
-        assert sum(map(runner.work, scheduled)) <= runner.budget
-        assert all(item.num_tokens for item in scheduled)
-        return step_of(scheduled)
-
-    runner.step = step_within_budget
-    cancelled = set()
-    for step in range(2000):
-        for request, text in zip(requests, texts):
-            if step == text["arrives"]:
-                batcher.add(request)
-            is_over = text["cancelled"] and step == text["arrives"] + text["cancelled"]
-            if is_over and not request.finish_reason:
-                batcher.cancel(request)
-                cancelled.add(request)
-        if batcher.waiting or batcher.running:
-            batcher.step()
-            assert not any(request.finish_reason for request in batcher.running)
-            assert len(batcher.running) <= w["batch"]
-        elif step > 8:
-            break
-        if not w["contiguous"]:
-            cache.check()
-            if w["drafter"] == "model":
-                drafter.cache.check()
-    assert not batcher.waiting and not batcher.running, "the texts do not end"
-    for request in requests:
-        made = list(new_tokens(request))
-        right = made_alone(request, w["drafter"], w["coupled"], w["bits"])
-        expected = list(new_tokens(right))
-        told = numbers(request.prompt_logprobs)
-        assert_close(told, numbers(right.prompt_logprobs[: len(told)]), rtol=0, atol=1e-9)
-        assert made == (expected[: len(made)] if request in cancelled else expected)
-        if request not in cancelled:
-            assert request.finish_reason
-            asks = request.settings.prompt_logprobs is not None
-            assert len(told) == asks * (request.num_prompt_tokens - 1)
-        assert len(request.origins) == len(made)
-        assert w["drafter"] != "none" or set(request.origins) <= {"plain"}
-    if not w["contiguous"]:
-        assert cache.check()[2] == 0  # no live block
-
-
-@pytest.mark.parametrize("drafter", ["model", "self"])
-def test_law_of_a_batch_whose_texts_are_preempted(drafter):
-    """The enumeration runs through the batcher, over a pool so small that texts are read again."""
-    kinds = [Kind((1,), 2, 4, (1,)), Kind((0, 2), 1, 4, (0,)), Kind((2, 1), 3, 3, (1,))]
-    num_preemptions = 0
-
-    def run(walk: Walk, n: int) -> list:
-        nonlocal num_preemptions
-        chosen = [branch.decide([1.0] * len(kinds)) for branch in walk.branches]
-        requests = [kinds[i].request(row) for row, i in enumerate(chosen)]
-        blocks = max(3, n // 2)
-        cache = PagedCache(KVSpec(1, 1, 1, dtype=torch.float64), blocks, 2)
-        drafts = SelfDrafter(COPY, cache)
-        if drafter == "model":
-            drafts = ModelDrafter(
-                DRAFT, PagedCache(KVSpec(1, 1, 1, dtype=torch.float64), 2 * blocks, 1)
-            )
-        runner = ModelRunner(TARGET, cache, Drawing(3, make_coin=walk), drafter=drafts)
-        list(Batcher(runner, max(2, n)).run(requests))
-        num_preemptions += sum(request.num_preemptions for request in requests)
-        return list(zip(chosen, map(new_tokens, requests)))
-
-    law = enumerate_law(run, width=64)
-    for i, kind in enumerate(kinds):
-        law_of_kind = {text: p for (j, text), p in law.items() if j == i}
-        assert distance(law_of_kind, kind.law()) < 1e-12
-    assert num_preemptions > 10
-
+from testing.folders import write_model
+from testing.toys import LastToken, new_tokens
+from testing.worlds import LLAMA, V, alone, numbers, random_tokens
 
 # ---- The log-probabilities of prompts
 
@@ -259,7 +41,7 @@ def check_told(request: Request) -> None:
     assert_close(numbers(request.prompt_logprobs), plain_logprobs(request), rtol=0, atol=1e-9)
 
 
-def test_prompts_are_told_once_whatever_is_cached_forked_or_read_again():
+def test_prompts_are_told_once_whatever_is_cached_or_read_again():
     """A prompt is found in the cache; the first of three texts is cancelled amid the prompt, which
     the others read; a prompt is preempted after some chunks."""
 
@@ -310,7 +92,7 @@ def test_prompts_are_told_once_whatever_is_cached_forked_or_read_again():
 
 
 def make_batcher(blocks=40, size=4, max_batch=4, budget=32, sharing=True, drafter=None) -> Batcher:
-    cache = paged(LLAMA, blocks, size, sharing)
+    cache = PagedCache(LLAMA.kv_spec(), blocks, size, prefix_caching=sharing)
     return Batcher(ModelRunner(LLAMA, cache, Drawing(V), drafter=drafter, budget=budget), max_batch)
 
 
@@ -465,9 +247,9 @@ def steps_of_opens(batcher: Batcher) -> list[int]:
     steps = []
     open_request = batcher.runner.open
 
-    def noted(request, sibling):
+    def noted(request):
         steps.append(batcher.num_steps)
-        open_request(request, sibling)
+        open_request(request)
 
     batcher.runner.open = noted
     return steps

@@ -8,65 +8,27 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from checkpoint.config import Config
-from conftest import SMALL, Place
-from drafters import Drafter, ModelDrafter, NgramDrafter, SelfDrafter
+from drafters import ModelDrafter, NgramDrafter, SelfDrafter
 from generate import Draft, Engine, Model, load_draft
 from kernels import Ops
 from kvcache import CacheFull, KVCache, KVSpec
 from model import Llama
 from paged import PagedCache
-from proof import Toy, Walk, distance, enumerate_law
+from proof import Toy
 from quant import WIDTHS, quantize
 from request import Request, Settings
 from runner import ModelRunner, ScheduledRequest
 from sampling import probabilities
 from settings import Options
-from speculative import Drawing, Proposal, Round
-from test_speculative import COPY, CPU, KINDS, TARGET, new_tokens, play, toy_cache
+from speculative import Drawing, Round
+from testing.models import SMALL, proposed, read
+from testing.toys import COPY, TARGET, Place, toy_cache
 
 
 def toy_round(request: Request, num_drafts: int, V: int = 3) -> Round:
     return Round([request], [num_drafts], Drawing(V), target=Place(dtype=torch.float64))
-
-
-class Largest(TorchDispatchMode):
-    """How many numbers the largest tensor has that an operation makes; a view is not made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        results = func(*args, **(kwargs or {}))
-        if not func.is_view:
-            sizes = [x.numel() for x in tree_leaves(results) if isinstance(x, Tensor)]
-            self.numel = max(self.numel, *sizes, 0)
-        return results
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here: to say so to torch._dynamo would import it, in seconds."""
-        return False
-
-
-class LastToken(Drafter):
-    """Drafts the last token once more."""
-
-    def max_drafts(self, request: Request, wanted: int) -> int:
-        return wanted
-
-    def propose(self, round: Round) -> Proposal:
-        proposal = round.no_drafts()
-        drafted, q = proposal
-        for b, (request, num_drafts) in enumerate(zip(round.requests, round.num_drafts)):
-            drafted[b, :num_drafts] = request.tokens[-1]
-            if q is not None:
-                q[b, :num_drafts, request.tokens[-1]] = 1
-        return proposal
 
 
 # ---- n-grams
@@ -91,7 +53,7 @@ def slow_look_up(text: list[int], count: int, longest: int) -> list[int]:
     st.lists(st.integers(0, 3), min_size=1, max_size=30),
     st.integers(1, 4),
     st.lists(
-        st.tuples(st.integers(0, 6), st.lists(st.integers(0, 3), min_size=1), st.booleans()),
+        st.tuples(st.integers(0, 6), st.lists(st.integers(0, 3), min_size=1)),
         max_size=4,
     ),
 )
@@ -99,16 +61,12 @@ def test_ngrams_are_those_of_a_slow_search_while_the_text_grows(text, longest, g
     drafter = NgramDrafter(longest)
     request = Request(text, Settings())
     drafter.open(request)
-    for count, new, is_interrupted in [(3, [0], True), *growth]:
+    for count, new in [(3, [0]), *growth]:
         expected = slow_look_up(request.tokens, count, longest)
         assert drafter.look_up(request, count) == expected
         assert drafter.max_drafts(request, count) == len(expected)
-        num_before = len(request.tokens)
         request.tokens += new
-        if is_interrupted:  # after the text has grown
-            drafter.restore(request, num_before)
-        else:
-            drafter.commit(request, len(new))
+        drafter.commit(request, len(new))
 
 
 def test_ngram_proposal_is_a_one_hot_distribution():
@@ -123,43 +81,7 @@ def test_ngram_proposal_is_a_one_hot_distribution():
     assert q[0, 0, 3] == q[0, 1, 1] == 1
 
 
-# ---- Any drafter is exact
-
-
-@pytest.mark.parametrize("make", [NgramDrafter, LastToken])  # those without weights
-@pytest.mark.parametrize("kind", KINDS)
-def test_law_with_a_drafter_without_weights(make, kind):
-    def run(walk: Walk, n: int) -> list:
-        runner = ModelRunner(
-            TARGET, toy_cache(n), Drawing(TARGET.V, make_coin=walk), drafter=make()
-        )
-        requests = [kind.request(seed) for seed in range(n)]
-        play(runner, requests)
-        return list(map(new_tokens, requests))
-
-    assert distance(enumerate_law(run, width=256), kind.law()) < 1e-12
-
-
 # ---- In coupled mode nobody reads the distributions
-
-
-def read(drafter: Drafter, request: Request, count: int) -> None:
-    """Read the text's first tokens, as with a chunk of the target's."""
-    drafter.prepare([ScheduledRequest(request, 0, count, samples=False)])
-
-
-def proposed(
-    drafter: Drafter, coupled: bool, B: int, V: int, device: torch.device = CPU
-) -> tuple[list, Tensor | None, int]:
-    """Three drafts of each text -> the tokens, their distributions, and what `Largest` says."""
-    requests = [Request([7, 30, 4, 7, 30], Settings(1.0, seed=seed)) for seed in range(B)]
-    for request in requests:
-        drafter.open(request)
-        read(drafter, request, 3)
-    round = Round(requests, [3] * B, Drawing(V, coupled), target=Place(device))
-    with Largest() as largest:
-        drafted, q = drafter.propose(round)
-    return drafted.tolist(), q, largest.numel
 
 
 @pytest.mark.parametrize("B", [1, 3])  # a lone text is drafted in C, where there is a compiler
@@ -341,25 +263,6 @@ def test_no_block_with_a_drafts_keys_and_values_is_cached():
         assert digit in [(token + 1) * 4**i for i in range(7)]
 
 
-def test_drafts_in_a_shared_or_cached_block_are_written_to_a_copy():
-    cache = PagedCache(KVSpec(1, 1, 1, dtype=torch.float64), 40, 2)
-    runner, request = drafting(cache, 3, (1, 0, 2))
-    sibling = cache.fork(request.seq)
-    before = stored(cache, sibling, cache.length(sibling))
-    runner.step([runner.schedule(request)])
-    assert equal(before, stored(cache, sibling, cache.length(sibling)))
-    cache.free(sibling)
-    cached = {block: cache.values.parts[0][0, block].clone() for block in cache.pool.key_of}
-    assert cached
-    cache.truncate(request.seq, 1)  # into a block that `open` finds
-    request.tokens = request.tokens[:2]
-    request.num_prompt_tokens = 1
-    runner.drafter.propose(toy_round(request, 3))
-    cache.check()
-    for block in cached.keys() & cache.pool.key_of.keys():
-        assert torch.equal(cache.values.parts[0][0, block], cached[block])
-
-
 def test_the_copy_drafts_only_behind_what_the_target_has_read():
     """After a preemption the target reads all but the last token first, as a chunk."""
     cache = toy_cache(1)
@@ -368,33 +271,6 @@ def test_the_copy_drafts_only_behind_what_the_target_has_read():
     request.tokens += [1, 0]
     item = runner.schedule(request)
     assert (item.num_tokens, item.num_drafts, item.samples) == (2, 0, False)
-
-
-@pytest.mark.parametrize("paged", [False, True])
-def test_interrupted_draft_leaves_the_targets_cache_as_it_was(paged):
-    cache = toy_cache(1, paged)
-    runner, request = drafting(cache, 3)
-    num_calls = 0
-
-    class Breaks(Toy):
-        def __call__(self, tokens, metadata, logits_indices=None, features=None):
-            nonlocal num_calls
-            num_calls += 1
-            if num_calls == 2:
-                raise KeyboardInterrupt
-            return COPY(tokens, metadata, logits_indices)
-
-    runner.drafter.model = Breaks(longest=1)
-    with pytest.raises(KeyboardInterrupt):
-        runner.step([runner.schedule(request)])
-    assert cache.length(request.seq) == len(request.tokens) - 1
-    assert not paged or cache.check()
-    while not request.finish_reason:
-        runner.step([runner.schedule(request)])
-    runner, alone = drafting(toy_cache(1), 3)
-    while not alone.finish_reason:
-        runner.step([runner.schedule(alone)])
-    assert request.tokens == alone.tokens and num_calls > 4
 
 
 def test_siblings_get_the_texts_that_they_get_alone(small):

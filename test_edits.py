@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import edits
-from conftest import ROOT, program
-from exercise import EXERCISES, NAMED, blanked, sources
+from exercise import copy_project
 from kernels import Ops
+from testing.programs import program
 
 COMMAND = "run `python -m cpu.accept` when `pytest cpu gpu` passes: edits.json is old"
 DRAFT = "--draft tiny-draft --gamma 3 --max-tokens 60"
@@ -55,17 +55,11 @@ EDITS = (  # page, function, a text of it, what takes its place, flags of genera
 )
 
 
-def copy_of_the_project(folder: Path) -> Path:
-    for file in sources():
-        copied = folder / file.relative_to(ROOT)
-        copied.parent.mkdir(parents=True, exist_ok=True)
-        copied.write_bytes(file.read_bytes())
-    return folder
-
-
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory) -> Path:
-    return copy_of_the_project(tmp_path_factory.mktemp("copy"))
+    folder = tmp_path_factory.mktemp("edits") / "copy"
+    copy_project(folder)
+    return folder
 
 
 def generated(folder: Path, flags: str) -> tuple[str, str]:
@@ -163,19 +157,3 @@ def test_an_edit_changes_what_runs(page, name, old, new, flags, copy):
         file.write_text(text, encoding="utf-8")
     assert after != before
     assert f"{page}: {name}: changed" in notes and "slower" in notes
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("exercise", EXERCISES, ids=NAMED)
-def test_generate_reaches_the_blank_of_an_exercise(exercise, copy):
-    file = copy / exercise.page
-    text = file.read_text(encoding="utf-8")
-    try:
-        file.write_text(blanked(text, exercise.function), encoding="utf-8")
-        flags = (exercise.flags or "").split()
-        command = [sys.executable, "generate.py", "--max-tokens", "9", *flags, "Once upon a time"]
-        done = subprocess.run(command, cwd=copy, capture_output=True, text=True)
-    finally:
-        file.write_text(text, encoding="utf-8")
-    is_reached = "NotImplementedError: your turn" in done.stderr
-    assert is_reached == (exercise.flags is not None), done.stderr

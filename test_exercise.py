@@ -1,15 +1,14 @@
 """Exercises: a copy lacks one body and nothing else, and its judges tell a right body from none."""
 
 import ast
-import resource
 from pathlib import Path
 
 import pytest
 
-from conftest import FOLDERS, ROOT, program
-from exercise import BLANK, EXERCISES, NAMED, Exercise, blanked, exercise_flags, run
-from exercise import FOLDERS as COPIED
-from test_house import tree
+from conftest import TIMES
+from exercise import BLANK, EXERCISES, NAMED, blanked, copy_project, exercise_flags, run
+from testing.pages import PAGES, ROOT, tree
+from testing.programs import program
 
 each = pytest.mark.parametrize("exercise", EXERCISES, ids=NAMED)
 
@@ -58,26 +57,24 @@ def test_judges_are_tests_that_exist(exercise):
         assert {*names} <= {*tests}, judge
 
 
-def test_a_copy_has_code_and_models_alone(tmp_path):
-    assert {*FOLDERS} - {""} <= {*COPIED}
+def test_a_copy_has_the_code_the_models_and_no_answer(tmp_path):
     copy = tmp_path / "copy"
     made = program("exercise.py", "couple", copy)
     assert made.returncode == 0 and f"{copy} --check" in made.stdout
     assert all(judge in made.stdout for judge in NAMED["couple"].tests)
     assert BLANK in read(copy / "speculative.py")
-    there = {path.name for path in copy.iterdir()}
-    assert there <= {*COPIED, "pyproject.toml", "edits.json"} | {
-        path.name for path in ROOT.glob("*.py")
-    }
-    assert not [*copy.rglob("__pycache__")]
-    assert (copy / "models" / "tiny" / "config.json").is_file()
+    there = {path.relative_to(copy) for path in copy.rglob("*")}
+    assert {page.relative_to(ROOT) for page in PAGES} <= there
+    assert Path("models/tiny/config.json") in there
+    assert not any(path.suffix in (".md", ".pyc") for path in there)
 
 
 @pytest.mark.parametrize(
     "words, told",
     [
         ("verfy", "did you mean verify?): there are plain_loop, "),
-        ("verify .", "exists: remove it, or put another FOLDER after NAME"),
+        ("verify .", ". exists, or lies in a folder of the project: remove it, or put another"),
+        ("verify app/new", "app/new exists, or lies in a folder of the project"),
         ("verify --check test_data", "test_data is no copy: python exercise.py verify test_data"),
         ("--check", "--check has no use without NAME"),
         ("verify --chek", "unrecognized arguments: --chek"),
@@ -103,22 +100,28 @@ def test_judges_run_without_the_backends(monkeypatch):
     assert asked["env"]["LLAMA_PLAIN"] == "1" and asked["cwd"] == ROOT
 
 
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("exercise") / "copy"
+    copy_project(folder)
+    return folder
+
+
 @pytest.mark.slow
-@each
-def test_no_body_is_wrong_and_the_original_is_right(exercise: Exercise, tmp_path):
-    copy = tmp_path / "copy"
-    program("exercise.py", exercise.function, copy)
-    blank = program("exercise.py", exercise.function, "--check", copy)
+@pytest.mark.parametrize("name", [*NAMED] if TIMES > 1 else [*NAMED][:1])
+def test_no_body_is_wrong_and_the_original_is_right(name, copy, monkeypatch):
+    """With TEST_TIMES=10, of every exercise. The command that is named calls the function."""
+    monkeypatch.delenv("TEST_TIMES", raising=False)  # judges have few cases
+    exercise = NAMED[name]
+    page = copy / exercise.page
+    whole = page.read_text(encoding="utf-8")
+    page.write_text(blanked(whole, name), encoding="utf-8")
+    blank = program("exercise.py", name, copy, "--check")
+    flags = (exercise.flags or "").split()
+    called = program(copy / "generate.py", "--max-tokens", 9, *flags, "Once upon a time")
+    page.write_text(whole, encoding="utf-8")
+    right = program("exercise.py", name, copy, "--check")
     assert (blank.returncode, blank.stdout.splitlines()[-1].split(":")[0]) == (1, "not yet")
     assert "your turn" in blank.stdout
-    (copy / exercise.page).write_text(read(ROOT / exercise.page), encoding="utf-8")
-    start = child_seconds()
-    whole = program("exercise.py", exercise.function, "--check", copy)
-    assert (whole.returncode, whole.stdout.splitlines()[-1]) == (0, "right"), whole.stdout
-    assert child_seconds() - start < 20
-
-
-def child_seconds() -> float:
-    """A processor's seconds for the programs that have ended."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+    assert ("NotImplementedError: your turn" in called.stderr) == (exercise.flags is not None)
+    assert (right.returncode, right.stdout.splitlines()[-1]) == (0, "right"), right.stdout

@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +19,20 @@ from safetensors.torch import load_file, save_file
 import generate as page
 from checkpoint.formats import Quantization
 from checkpoint.hub import find_model
-from conftest import CHATML, add_noise, random_llama, write_model
+from checkpoint.weights import weight_bytes
 from errors import UserError
 from generate import DRAFTS, Draft, Engine, Model, generate, load_draft, plain_loop, stream
 from grammar import Grammars
 from kernels import Ops
 from kvcache import CacheFull
-from model import Llama, weight_bytes
+from model import Llama
 from quant import nf4, widths
 from request import OutputStream, Request, Settings
 from settings import VERIFY, Options
-from test_drafters import LastToken
-from test_eagle import random_head, write_head
+from testing.folders import CHATML, write_model
+from testing.heads import random_head, write_head
+from testing.models import add_noise, random_llama
+from testing.toys import LastToken
 
 PROMPT = "Once upon a time, there was a little"
 
@@ -133,7 +136,7 @@ def test_several_prompts_are_a_batch_in_order(model):
     assert [result.index for result in results] == [0, 1, 2, 3]
     alone = [generate(prompt, model, **settings) for prompt in prompts]
     assert [result.tokens for result in results] == [result.tokens for result in alone]
-    assert results[0].to_dict()["text"] == alone[0].text
+    assert results[0].text == alone[0].text
     assert generate(["Tom"], model, **settings)[0].text == alone[0].text
     assert generate([], model) == []
 
@@ -312,9 +315,8 @@ def test_damaged_weights_end_in_one_error(tmp_path, compiler):
             with pytest.raises(UserError, match="not finite"):
                 generate("a word", folder, device="cpu", bits=bits, seed=1, max_tokens=1)
 
-    for name in PLACES:
-        for value in (math.nan, math.inf, 3e38):
-            check(name, torch.full_like(whole[name], value))
+    for name, value in zip(PLACES, cycle((math.nan, math.inf, 3e38))):
+        check(name, torch.full_like(whole[name], value))
     for value in (math.inf, -math.inf):  # one of them makes a logit of −∞, and no other
         damaged = whole["lm_head.weight"].clone()
         damaged[7, 3] = value
@@ -341,7 +343,7 @@ def test_an_option_says_how_drafts_are_verified(model):
         assert drawing.by_token == (verify == "token")
         assert drawing.coupled == (verify == "coupled")
     assert Options().verify == VERIFY[0] == "block"
-    with pytest.raises(UserError, match="^verify is 'exact': it must be block or token or coupled"):
+    with pytest.raises(UserError, match="^verify is 'exact': it must be block, token or coupled"):
         Options(verify="exact")
 
 
@@ -470,30 +472,30 @@ def streams(model: Model, count: int, siblings: bool = True, **chosen) -> list[O
     return [OutputStream(model.tokenizer, r, PROMPT, index=i) for i, r in enumerate(requests)]
 
 
-@pytest.mark.parametrize("kv", ["paged", "contiguous"])
-def test_siblings_compute_their_prompt_once_and_get_their_own_texts(model, kv):
+def test_siblings_read_their_prompt_once_and_get_their_own_texts(model):
+    """All but its last block. Without prefix caching each reads it whole."""
     computed = {}
     texts = {}
-    for siblings in (True, False):
-        engine = Engine(
-            model,
-            None,
-            Options(max_len=60, max_batch=4, kv=kv, prefix_caching=False),
-            tokens=4 * 60,
-        )
-        computed[siblings] = 0
+    for kv, prefix_caching in (("paged", True), ("paged", False), ("contiguous", True)):
+        options = Options(max_len=60, max_batch=4, kv=kv, prefix_caching=prefix_caching)
+        engine = Engine(model, None, options, tokens=4 * 60)
         step = engine.runner.step
+        counts = []
 
-        def counted(scheduled, siblings=siblings, step=step):
-            computed[siblings] += sum(item.num_tokens for item in scheduled)
+        def counted(scheduled, step=step, counts=counts):
+            counts.extend(item.num_tokens for item in scheduled)
             return step(scheduled)
 
         engine.runner.step = counted
-        results = engine.serve(streams(model, 4, siblings))
-        texts[siblings] = {result.index: result.tokens for result in results}
-        assert engine.runner.cache.open(model.encode(PROMPT))[1] == 0  # no prefix, as was asked
-    assert texts[True] == texts[False] and len(set(map(tuple, texts[True].values()))) == 4
-    assert computed[False] - computed[True] == 3 * (len(model.encode(PROMPT)) - 1)
+        results = {result.index: result.tokens for result in engine.serve(streams(model, 4))}
+        texts[kv, prefix_caching] = results
+        computed[kv, prefix_caching] = sum(counts)
+    alone, once, *others = texts.values()
+    assert alone == once == others[0] and len(set(map(tuple, alone.values()))) == 4
+    num_shared = (len(model.encode(PROMPT)) - 1) // 16 * 16
+    assert num_shared > 0
+    assert computed["paged", True] == computed["paged", False] - 3 * num_shared
+    assert computed["contiguous", True] == computed["paged", False]
 
 
 def test_stop_string_frees_its_request_while_the_others_go_on(model):

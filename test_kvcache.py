@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from conftest import attend, poison, random_llama
 from errors import UserError
 from kernels import Ops, attention, ops_for
 from kvcache import (
@@ -20,12 +19,14 @@ from kvcache import (
     KVSpec,
     SequenceSlice,
     Store,
+    check_free,
     stored_parts,
 )
 from model import Llama
 from paged import PagedCache
 from quant import KEY_GROUP, widths
-from test_kernels import heads_first
+from testing.models import random_llama
+from testing.tensors import attend, heads_first, poison
 
 L, G, H, D, N, S = 2, 2, 4, 6, 9, 3
 OPS = ops_for("cpu")
@@ -187,18 +188,6 @@ class CacheMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.texts)
     @rule(i=st.integers(0, 9))
-    def fork(self, i):
-        seq = self.pick(i)
-        if len(self.texts) == S:
-            self.refused(CacheFull, "free a sequence", lambda: self.cache.fork(seq))
-            return
-        new = self.cache.fork(seq)
-        assert new not in self.texts
-        self.texts[new] = list(self.texts[seq])
-        self.poison()
-
-    @precondition(lambda self: self.texts)
-    @rule(i=st.integers(0, 9))
     def free(self, i):
         seq = self.pick(i)
         cache = self.cache
@@ -208,7 +197,6 @@ class CacheMachine(RuleBasedStateMachine):
         verbs = (
             cache.length,
             cache.free,
-            cache.fork,
             lambda seq: cache.truncate(seq, 0),
             lambda seq: cache.fits([(seq, 1)]),
             lambda seq: cache.extend([(seq, [1])]),
@@ -355,8 +343,8 @@ def test_truncated_tokens_are_as_if_they_had_never_been(llama, text, detours, mo
         read(llama, cache, (seq, wrong))
         cache.truncate(seq, len(text) + min(keep, len(wrong)))
         cache.truncate(seq, len(text))
-    other = cache.fork(seq)
-    read(llama, cache, (other, [30, 29, 28]))  # which must not show in what follows
+    other, _ = cache.open(text)
+    read(llama, cache, (other, [*text, 30, 29, 28]))  # which must not show in what follows
     expected = llama(torch.tensor(text + more))[len(text) :]
     logits = [read(llama, cache, (seq, chunk)) for chunk in chunks_of(more, cuts)]
     assert_same(torch.cat(logits), expected)
@@ -383,7 +371,7 @@ def test_a_cache_of_another_dtype_reads_what_was_stored():
 
 @pytest.mark.parametrize("bits", [(8, 8), (8, 4), (4, 4)])
 @torch.inference_mode()
-def test_quantized_logits_do_not_depend_on_cuts_layouts_forks_or_truncated_tokens(bits):
+def test_quantized_logits_do_not_depend_on_cuts_layouts_or_truncated_tokens(bits):
     llama = random_llama(1)
     text = torch.randint(256, (41,), generator=torch.Generator().manual_seed(2))
     tokens = text.tolist()
@@ -404,13 +392,11 @@ def test_quantized_logits_do_not_depend_on_cuts_layouts_forks_or_truncated_token
                 metadata = cache.extend([(seq, with_drafts.tolist())])
                 logits.append(llama(with_drafts, metadata)[:-2])
                 cache.truncate(seq, cache.length(seq) - 2)
-                other = seq
-                seq = cache.fork(seq)
-                cache.free(other)
             torch.testing.assert_close(torch.cat(logits), expected, atol=1e-9, rtol=1e-9)
     for _ in range(2):  # in the paged cache; the second finds the blocks of the first
         seq, num_cached = cache.open(tokens)
         logits = llama(text[num_cached:], cache.extend([(seq, tokens[num_cached:])]))
+        cache.commit(seq, [*tokens, 0], 1)
         cache.free(seq)
     assert num_cached == 32
     torch.testing.assert_close(logits, expected[32:], atol=1e-9, rtol=1e-9)
@@ -443,8 +429,12 @@ def test_a_store_changes_its_slots_alone_and_reads_them(empty_kv, kind, heads, h
     expected[slots] = store.decode(store.encode(new), torch.float32)
     assert torch.equal(store.read(0, every, torch.float32), expected)
     assert store.read(0, every[:1], torch.float64).dtype == torch.float64
-    store.copy(2, 0, 3)
-    expected[:3] = expected[8:11]
-    assert torch.equal(store.read(0, every, torch.float32), expected)
     doubled = store.decode(store.encode(2 * x), torch.float32)
     assert torch.equal(store.read(1, every[3:8], torch.float32), doubled[3:8])
+
+
+def test_all_free_memory_may_be_asked_for_and_no_more(monkeypatch):
+    monkeypatch.setattr("kvcache.free_memory", lambda device: 100)
+    check_free(100, CPU)
+    with pytest.raises(UserError, match="101 bytes, and 100 are free"):
+        check_free(101, CPU)

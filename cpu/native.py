@@ -28,7 +28,8 @@ products of a model are in C, all its layers are one call, and so are all drafts
 C functions get addresses as plain integers, which ctypes converts without running Python code: so
 Ctrl-C arrives before or after a call, as KeyboardInterrupt (`call`). Every address of a tensor is
 made by `address`, which compares the tensor with what the source declares there. Another dtype is
-an exception, because C would read other numbers, or write beyond the tensor's end.
+an exception, because C would read other numbers, or write beyond the tensor's end. So is another
+shape, wherever two tensors must agree (`shaped`, `step_of`).
 
 Invariant: results are those of kernels.Ops up to the order of sums. A product's error is at most
 2e-5 of Σ|x||w|; beside INT8 and INT4, x is off by at most 2^-16 of the largest |x| of its stretch,
@@ -67,16 +68,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cpu.compiled import compile_library, is_mac, private_folder
+from cpu.compiled import cache_folder, compile_library, is_mac
 from kernels import HeadNorm, Linear
 from quant import Kind, Quantized, nf4
 from sampling import Keyed, NotFinite, Setting, accept_role, column
 from settings import SETTINGS
 
 if TYPE_CHECKING:
+    from checkpoint.weights import Layer
     from eagle import EagleHead
     from kvcache import AttentionMetadata, Cache, Store
-    from model import Features, Layer, Llama, Rope
+    from model import Features, Llama, Rope
     from speculative import Proposal
 
 SOURCES = ("blocks.c", "products.c", "tiles.c", "native.c")
@@ -149,7 +151,7 @@ def distrust(operation: str) -> None:
     """Use no C from now on, because this operation of it is wrong."""
     load_library().give_up(
         f"as compiled here, {operation} is wrong: set CC to another compiler, or update this one "
-        f"and remove {private_folder()}"
+        f"and remove {cache_folder()}"
     )
 
 
@@ -296,6 +298,15 @@ def floats(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.float32)
 
 
+def shaped(x: Tensor | None, *shape: int) -> Tensor | None:
+    """x, side by side in memory. ValueError for another shape: C would read beyond its end."""
+    if x is None:
+        return None
+    if x.shape != shape:
+        raise ValueError(f"C wants numbers of shape {[*shape]}: these are {[*x.shape]}")
+    return x.contiguous()
+
+
 # ---- Products ----------------------------------------------------------------------------------
 
 
@@ -357,7 +368,12 @@ class Weight(Struct):
             if q.columns % unit:
                 values = F.pad(values, (0, -q.columns % unit))
             values = values.contiguous().view(INTEGERS[unit * values.itemsize])
-        zero = q.zero
+        N = len(values)
+        K = q.columns
+        values = shaped(values, N, -(-K // unit_of(kind)))
+        num_groups = -(-K // q.group)
+        scale = shaped(scale, N, num_groups)
+        zero = shaped(q.zero, N, num_groups)
         common_zero = 0
         if zero is not None and is_one_whole_number(zero):
             common_zero = int(zero[0, 0])
@@ -366,13 +382,13 @@ class Weight(Struct):
             w=panels(values),
             scale=None if scale is None else panels(scale),
             zero=None if zero is None else panels(zero),
-            bias=None if linear.bias is None else linear.bias.detach().float(),
-            order=q.order,
+            bias=None if linear.bias is None else shaped(linear.bias.detach().float(), N),
+            order=shaped(q.order, K),
         )
         weight = cls(
             **tensors,
-            N=len(values),
-            K=q.columns,
+            N=N,
+            K=K,
             group=q.group,
             kind=KINDS.index(kind),
             scale_type=0 if scale is None else SCALES.index(scale.dtype),
@@ -462,11 +478,8 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tup
     T, C = x.shape
     x = x.contiguous()
     y = torch.empty_like(x)
-    total = x
-    if delta is not None:
-        delta = delta.contiguous()
-        total = torch.empty_like(x)
-    call("add_norm", x, delta, weight, total, y, T, C, eps)
+    total = x if delta is None else torch.empty_like(x)
+    call("add_norm", x, shaped(delta, T, C), shaped(weight, C), total, y, T, C, eps)
     return total, y
 
 
@@ -519,8 +532,15 @@ def verify_drafts(p: Tensor, q: Tensor, drafted: Tensor, coin: Keyed) -> tuple[T
     V = p.shape[2]
     accepted_and_token = torch.empty(2, B, dtype=torch.int64)
     room = floats(B, V + k + 1)  # for C
-    inputs = [x.contiguous() for x in (p, q, drafted, coin.keys, coin.streams)]
-    call("verify_drafts", *inputs, accepted_and_token, room, B, k, V, accept_role(0))
+    call(
+        "verify_drafts",
+        *(shaped(x, B, k + 1, V) for x in (p, q)),
+        drafted.contiguous(),
+        *(shaped(x, B, 1) for x in (coin.keys, coin.streams)),
+        accepted_and_token,
+        room,
+        *(B, k, V, accept_role(0)),
+    )
     return tuple(accepted_and_token)
 
 
@@ -579,8 +599,16 @@ def cache_layout(cache: Cache) -> Step | None:
     return cache.backend["native"]
 
 
-def step_of(metadata: AttentionMetadata) -> Step:
-    """Where the new tokens belong, for C; made once for all layers."""
+def step_of(metadata: AttentionMetadata, T: int, layer: int, G: int, D: int) -> Step:
+    """Where T new tokens belong, for C; made once for all layers. ValueError if the step has
+    another number of tokens, or if its cache is another model's."""
+    spec = metadata.cache.spec
+    wanted = len(metadata.positions), spec.kv_heads, spec.head_dim
+    if (T, G, D) != wanted or not 0 <= layer < spec.layers:
+        raise ValueError(
+            f"tokens, heads and head_dim are {(T, G, D)} in layer {layer}: in this step and its "
+            f"cache they are {wanted} in {spec.layers} layers"
+        )
     if "native" not in metadata.backend:
         step = Step.from_buffer_copy(cache_layout(metadata.cache))
         names = "block_tables", "positions", "slot_mapping", "cu_seqlens"
@@ -602,10 +630,11 @@ def attend(
     T, num_heads, D = qkv.shape
     H = num_heads - 2 * G
     out = floats(T, H, D)
-    turns = rope or (None, None)
-    norms = norm or (None, 0.0)
-    step = step_of(metadata)
-    call("attend", qkv.contiguous(), *turns, *norms, out, step, layer, T, H, G, D)
+    turns = [shaped(angles, T, 1, D // 2) for angles in rope or (None, None)]
+    weight, eps = norm or (None, 0.0)
+    weight = shaped(weight, 2 * D)
+    step = step_of(metadata, T, layer, G, D)
+    call("attend", qkv.contiguous(), *turns, weight, eps, out, step, layer, T, H, G, D)
     return out
 
 
@@ -699,7 +728,8 @@ class NativeModel(Struct):
         out = torch.empty_like(x)
         layers, values = features or ((), None)
         n = len(layers)
-        inputs = self, x, out, angles, step_of(metadata), len(x)
+        step = step_of(metadata, len(x), self.L - 1, self.G, self.D)
+        inputs = self, x, out, angles, step, len(x)
         call("layers", *inputs, (LONG * n)(*layers), n, values)
         return out
 
@@ -717,7 +747,8 @@ class NativeModel(Struct):
         x: [T, C], the embeddings of the unread tokens; it is overwritten. metadata: of these T and
         of all drafts but the last, T + k − 1 tokens.
         """
-        step = step_of(metadata)
+        T = len(x) + len(draws.streams) - 1
+        step = step_of(metadata, T, self.L - 1, self.G, self.D)
         call("drafts", self, x, angles, step, len(x), *draws.arguments(proposal))
 
 
@@ -753,8 +784,12 @@ class NativeHead(Struct):
         """What EagleHead.rows returns. f: [T, C], tokens: int64[T] -> [T, C]."""
         z = torch.empty_like(f)
         inputs = f.contiguous(), tokens.contiguous()
-        call("head_rows", self, *inputs, z, angles, step_of(metadata), len(f))
+        call("head_rows", self, *inputs, z, angles, self.step_of(metadata, len(f)), len(f))
         return z
+
+    def step_of(self, metadata: AttentionMetadata, T: int) -> Step:
+        model = self.parts[0]
+        return step_of(metadata, T, self.layer, model.G, model.D)
 
     def draft(
         self,
@@ -769,7 +804,7 @@ class NativeHead(Struct):
         z: [1, C], the newest row; it is overwritten. metadata: of all drafts but the last; None, as
         angles are, where there is only one.
         """
-        step = step_of(metadata) if metadata else None
+        step = self.step_of(metadata, len(draws.streams) - 1) if metadata else None
         call("head_drafts", self, z, angles, step, *draws.arguments(proposal))
 
 

@@ -22,15 +22,18 @@ import cpu
 from checkpoint.config import Config
 from checkpoint.formats import Quantization
 from checkpoint.load import fill_model
-from conftest import SMALL, attend, examples
+from conftest import examples
 from cpu import CPU, native
-from cpu.test_products import has_tiles, rounding_of_x
-from kernels import Linear, Ops
+from cpu.testing import has_tiles, rounding_of_x
+from kernels import HeadNorm, Linear, Ops
 from kvcache import AttentionMetadata, KVCache, KVSpec, SequenceSlice, Store
 from model import Llama
 from paged import PagedCache
 from quant import KEY_GROUP, WIDTHS, quantize
-from test_kernels import LAYOUTS, Cached, laid_out, stands_for
+from sampling import Keyed
+from test_kernels import Cached
+from testing.models import SMALL
+from testing.tensors import LAYOUTS, attend, laid_out, stands_for
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=f"no C here: {native.why_not()}")
 NAN = float("nan")
@@ -110,6 +113,48 @@ def test_wrong_shapes_and_rows_are_refused():
     for wrong in (-1, 5):
         with pytest.raises(IndexError, match=f"row {wrong} of a matrix of 5"):
             weight.rows(torch.tensor([0, wrong]))
+    q = quantize(torch.randn(5, 64), 4, 32)
+    parts = [dict(scale=q.scale[:4]), dict(zero=q.zero[:, :1]), dict(columns=72)]
+    weights = [Linear(q._replace(**part)) for part in parts]
+    weights += [Linear(q._replace(order=torch.arange(9))), Linear(torch.randn(5, 8), torch.ones(4))]
+    for linear in weights:
+        with pytest.raises(ValueError, match="C wants numbers of shape"):
+            native.Weight.of(linear)
+    x = torch.zeros(2, 8)
+    for delta, gain in ((x[:1], x[0]), (x, x[0, :7])):
+        with pytest.raises(ValueError, match="C wants numbers of shape"):
+            native.add_norm(x, delta, gain, 1e-5)
+    p = torch.full((2, 3, 7), 1 / 7)
+    drafted = torch.zeros(2, 2, dtype=torch.int64)
+    coin = Keyed(torch.arange(2), torch.arange(2))
+    for wrong in (
+        (p[:, :2], p, drafted, coin),
+        (p, p[:1], drafted, coin),
+        (p, p, drafted, coin[:1]),
+    ):
+        with pytest.raises(ValueError, match="C wants numbers of shape"):
+            native.verify_drafts(*wrong)
+
+
+def test_a_step_is_of_its_cache():
+    """A cache of another model has other layers, heads, or another head_dim."""
+    cache = KVCache(KVSpec(1, 2, 4), 8, 1)
+    seq, _ = cache.open([1, 2, 3])
+    metadata = cache.extend([(seq, [1, 2, 3])])
+    for T, G, D, layer in ((2, 2, 4, 0), (3, 1, 4, 0), (3, 2, 2, 0), (3, 2, 4, 1), (3, 2, 4, -1)):
+        with pytest.raises(ValueError, match="in this step and its cache"):
+            native.attend(torch.zeros(T, 8, D), G, None, metadata, layer)
+    qkv = torch.zeros(3, 8, 4)
+    angles = torch.zeros(3, 1, 2)
+    for wrong in ((angles, angles[:1]), (angles[..., :1], angles)):
+        with pytest.raises(ValueError, match="C wants numbers of shape"):
+            native.attend(qkv, 2, wrong, metadata, 0)
+    with pytest.raises(ValueError, match="C wants numbers of shape"):
+        native.attend(qkv, 2, None, metadata, 0, HeadNorm(torch.ones(4), 1e-5))
+    llama = Llama(Config(**SMALL), ops=CPU())
+    llama.pack_weights()
+    with pytest.raises(ValueError, match="in this step and its cache"):
+        llama(torch.tensor([1, 2, 3]), metadata)
 
 
 def test_what_there_is_c_for():

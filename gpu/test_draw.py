@@ -12,7 +12,7 @@ import sampling
 from gpu import GPU, draw
 from sampling import Keyed, probabilities
 
-pytestmark = pytest.mark.gpu_interpreter
+pytestmark = pytest.mark.gpu
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # a CPU runs kernels in the interpreter
 NAMES = ("temperature", "top_k", "top_p", "min_p")
 

@@ -16,7 +16,7 @@ from gpu import GPU, fused, products
 from kernels import Linear, Ops
 from quant import quantize
 
-pytestmark = pytest.mark.gpu_interpreter
+pytestmark = pytest.mark.gpu
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # a CPU runs kernels in the interpreter
 # A rounding of each kind; the interpreter cuts 16 bits off where a GPU rounds.
 TOLERANCE = {

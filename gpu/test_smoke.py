@@ -1,5 +1,5 @@
 """A step of all kernels: the one test of gpu/ in the default run, as the others take minutes (-m
-gpu_interpreter). And the same step with each part of gpu/ turned off."""
+gpu). And the same step with each part of gpu/ turned off."""
 
 from typing import Any
 from unittest import mock
@@ -15,7 +15,7 @@ from checkpoint.formats import Quantization
 from checkpoint.load import fill_model
 from errors import UserError
 from gpu import GPU, tuning
-from gpu.test_graphs import recorded
+from gpu.testing import recorded
 from kernels import Ops
 from model import Llama
 from paged import PagedCache
@@ -73,7 +73,7 @@ KERNELS = {  # that are launched no more
 ALL = {"_product", "_product with SwiGLU", "_add_norm", *ATTENTION, *SAMPLING}
 
 
-@pytest.mark.gpu_interpreter
+@pytest.mark.gpu
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the interpreter tells what is launched")
 @pytest.mark.filterwarnings("ignore:divide by zero encountered:RuntimeWarning")  # no keys
 @pytest.mark.parametrize("part", [*tuning.SWITCHES, ""])
@@ -101,7 +101,7 @@ def test_results_stay_where_a_part_is_turned_off(part, monkeypatch):
     assert tokens.tolist() == wanted_tokens.tolist()
 
 
-@pytest.mark.gpu_interpreter
+@pytest.mark.gpu
 def test_several_parts_and_a_name_that_is_none(monkeypatch):
     monkeypatch.setenv("LLAMA_GPU_OFF", "graphs, splits")
     assert [part for part in tuning.SWITCHES if not tuning.is_on(part)] == ["graphs", "splits"]

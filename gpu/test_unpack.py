@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 from gpu import products, unpack
 from quant import nf4, unpack4
 
-pytestmark = pytest.mark.gpu_interpreter
+pytestmark = pytest.mark.gpu
 
 
 def as_word(x: Tensor) -> int:

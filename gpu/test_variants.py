@@ -6,6 +6,7 @@ All kinds that a server needs are few, and a warm-up can launch them.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,24 +25,26 @@ from batcher import Batcher
 from checkpoint.config import Config
 from checkpoint.formats import Quantization
 from checkpoint.load import fill_model
-from conftest import SMALL
 from drafters import ModelDrafter, SelfDrafter
 from flash import Flash
 from generate import Draft, Engine, Model
 from gpu import GPU, graphs
+from gpu.test_layer import PASTS, STEPS
 from kernels import Ops
 from kvcache import KVCache
+from measure.gpu_parts import open_texts
 from model import Llama
 from paged import PagedCache
-from quant import Kind
+from quant import Kind, widths
 from request import Request, Settings
 from runner import ModelRunner
 from settings import Options
 from speculative import Drawing
+from testing.models import SMALL
 from tokenizer import Tokenizer
 
 pytestmark = [
-    pytest.mark.gpu_interpreter,
+    pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.is_available(), reason="launches are counted, not made"),
 ]
 CONFIG = SMALL | dict(
@@ -162,6 +165,24 @@ def test_an_engine_of_many_texts_compiles_nothing_in_the_middle_of_serving(
         assert later[name] <= first[name], name
     for name, wanted in ("_attend", 4 * 2), ("_store", 1):
         assert len(first[name]) == wanted
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("bits, draft_bits, kv_bits", CASES)
+def test_the_steps_that_test_layer_checks_are_all_variants_of_a_warm_up(
+    bits, draft_bits, kv_bits, base
+):
+    """But for sampling, which the contract checks with a vocabulary of Llama 3."""
+    llama = random_llama(bits, GPU(), vocab_size=272)
+    with counted() as checked:
+        for past, step in product(PASTS, STEPS):
+            metadata = open_texts(llama.kv_spec(widths(kv_bits)), step, past)
+            llama(torch.ones(sum(step), dtype=torch.int64), metadata)
+    with counted() as first:
+        engine(base, GPU(), bits, None, 70, kv_bits)
+    assert {"_attend", "_store"} <= checked.keys()
+    for name in checked:
+        assert first[name] <= checked[name], name
 
 
 def test_an_engine_of_one_text_launches_nothing_before_its_text(base):

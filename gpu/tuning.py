@@ -3,7 +3,7 @@
 How products of few rows in 8 and 4 bits are cut was measured on an H100: of up to 40 cuts for each
 of five shapes, one that is near the best for all of them. The other numbers follow from an H200's
 data sheet (132 multiprocessors of 65,536 registers and 227 KB of shared memory, 4.8 TB/s) and from
-what the compiler says of the kernels (gpu/test_resources.py). `python bench.py --gpu first` shows
+what the compiler says of the kernels (gpu/test_resources.py). `python bench.py --gpu all` shows
 which of them are wrong.
 
     number               guessed from

@@ -22,8 +22,8 @@ import torch
 from checkpoint.files import parse_json, read_bounded
 from errors import UserError
 from generate import Draft, Model, load_draft
-from measure.effort import Effort
-from measure.serving import engine_for, serve_at_once
+from measure.serving import engine_for, serve
+from measure.sizes import Sizes
 from measure.steps import WIDTHS, label
 from quant import Kind
 from request import Request, Settings
@@ -45,7 +45,7 @@ class Told:
         self.drafter.propose = self.timed_propose
         self.draft_seconds = 0.0
         self.num_drafts = 0
-        served = serve_at_once(engine, [self.request])
+        served = serve(engine, [self.request])
         self.tokens = served.texts[0]
         self.seconds_per_token = served.seconds_per_token if served.gaps else None
         self.rounds = self.request.rounds[1:]  # the first reads the prompt
@@ -84,23 +84,23 @@ def prompts_of(file: Path) -> list[str]:
 
 
 def drafts(
-    effort: Effort,
+    sizes: Sizes,
     target: str,
     names: Sequence[str],
     file: Path | None,
     draft_bits: Kind | None = None,
 ) -> dict[str, Row]:
     """A row for each width, draft, temperature and γ (None: auto)."""
-    prompts = prompts_of(file) if file else effort.openings
+    prompts = prompts_of(file) if file else sizes.openings
     asked = "" if draft_bits is None else f", --draft-bits {draft_bits}"
     runs: dict[Key, list[tuple[Told, Told]]] = {}
     for width, bits in WIDTHS.items():
         model = Model.load(target, "cpu", torch.float32, bits)
         loaded = {name: load_draft(name, model, bits=draft_bits) for name in names}
         for temperature, (seed, prompt) in product((0.0, 1.0), enumerate(prompts)):
-            settings = partial(Settings, temperature, seed=seed, max_tokens=effort.num_tokens)
+            settings = partial(Settings, temperature, seed=seed, max_tokens=sizes.num_tokens)
             plain = Told(model, None, prompt, settings=settings(gamma=0))
-            for (name, draft), gamma in product(loaded.items(), (*effort.gammas, None)):
+            for (name, draft), gamma in product(loaded.items(), (*sizes.gammas, None)):
                 told = Told(model, draft, prompt, settings=settings(gamma=gamma))
                 if plain.seconds_per_token and told.seconds_per_token:  # more than one token
                     key = f"{label(target)}, {width}", label(name) + asked, temperature, gamma
@@ -113,9 +113,9 @@ def drafts(
     return rows
 
 
-def of_tiny(effort: Effort) -> dict[str, Row]:
+def of_tiny(sizes: Sizes) -> dict[str, Row]:
     """Those of the embedded pair."""
-    return drafts(effort, "tiny", ["tiny-draft"], None)
+    return drafts(sizes, "tiny", ["tiny-draft"], None)
 
 
 def row_of(gamma: int | None, temperature: float, texts: Sequence[tuple[Told, Told]]) -> Row:

@@ -1,9 +1,7 @@
 """The measurements on a GPU: models of 1B and 8B shapes, with random weights made on the device.
 
-    python bench.py --gpu first          all of them, in the order of what one wants to know
-                                         (first_contact.py)
+    python bench.py --gpu all            all of them
     python bench.py --gpu machine        what it is
-    python bench.py --gpu smoke          whether it computes what the CPU does; or texts (smoke.py)
     python bench.py --gpu decode         one stream, with weights in all ways
     python bench.py --gpu kernels        attention and products alone
     python bench.py --gpu peers          PyTorch and transformers, in turns with ours (gpu_peers.py)
@@ -15,7 +13,7 @@ Speed does not depend on the values of weights, so nothing is downloaded. Kernel
 passes recorded when a shape first occurs, which takes seconds, so every engine serves once before
 it is measured. Shares are of the roof, the bytes that this GPU reads a second, measured first. Two
 random models never agree, so in `speculation` a special coin accepts each draft with a fixed
-probability α. LLAMA_GPU_OFF turns parts of gpu/ off (gpu/tuning.py); a table says so.
+probability α. Whether results are right is another question: pytest -m gpu.
 
 Invariant: a row is printed and stored as soon as it is measured, and an error ends its row only.
 Not covered: requests that arrive one after the other.
@@ -39,16 +37,13 @@ from torch import Tensor
 from torch.profiler import profile
 
 from app.shell import say
+from checkpoint.weights import weight_bytes
 from errors import UserError
-from measure import gpu_peers, smoke
+from measure import gpu_peers
 from measure.clock import read_bandwidth
 from measure.gpu_parts import (
-    ON_CPU,
-    QUICK,
     WAYS,
-    WRONG,
     Row,
-    Scale,
     attention_call,
     product_call,
     random_engine,
@@ -59,23 +54,23 @@ from measure.gpu_parts import (
 )
 from measure.machine import machine
 from measure.report import Results
-from measure.serving import log_spread, random_request, serve_at_once
-from model import weight_bytes
+from measure.serving import log_spread, random_request, serve
+from measure.sizes import CPU_SIZES, GPU_SIZES, QUICK, Sizes
 from quant import WIDTHS
 from sampling import Keyed
 
 Key = tuple[Any, ...]  # which names a row
-OFF = "LLAMA_GPU_OFF"
+WRONG = "WRONG"  # the last cell of a row begins with it: an error
 MOST_PROFILED = 16  # tokens
 
 
 # ---- The machine ---------------------------------------------------------------------------------
 
 
-def machine_row(scale: Scale, key: str) -> Row:
-    size = scale.prompt
-    x = random_numbers(scale, size, size)
-    rate = 2 * size**3 / stopwatch(partial(torch.mm, x, x), scale)() / 1e12
+def machine_row(sizes: Sizes, key: str) -> Row:
+    size = sizes.prompt
+    x = random_numbers(sizes, size, size)
+    rate = 2 * size**3 / stopwatch(partial(torch.mm, x, x), sizes)() / 1e12
     triton = version("triton") if find_spec("triton") else "none"
     return [f"{rate:.3g}", driver_facts(), str(torch.version.cuda), triton]
 
@@ -92,46 +87,46 @@ def driver_facts() -> str:
 # ---- Kernels alone -------------------------------------------------------------------------------
 
 
-def kernel_keys(scale: Scale) -> Iterator[Key]:
+def kernel_keys(sizes: Sizes) -> Iterator[Key]:
     """A prompt; a query of many texts; the gate and up product, whose weights no GPU's cache
     holds."""
-    yield "attention", 1, scale.prompt, "16"
-    yield from product(("attention",), (scale.num_texts,), (1,), WIDTHS)
+    yield "attention", 1, sizes.prompt, "16"
+    yield from product(("attention",), (sizes.num_texts,), (1,), WIDTHS)
     yield from product(("product",), WAYS, (1, 8, 64))
 
 
-def kernel_row(scale: Scale, kind: str, *key: Any) -> Row:
+def kernel_row(sizes: Sizes, kind: str, *key: Any) -> Row:
     call = attention_call if kind == "attention" else product_call
-    run, read = call(scale, *key)
-    seconds = stopwatch(run, scale)()
-    share = read / seconds / scale.bandwidth
+    run, read = call(sizes, *key)
+    seconds = stopwatch(run, sizes)()
+    share = read / seconds / sizes.bandwidth
     return [f"{1e3 * seconds:.3g}", f"{share:.0%}"]
 
 
 # ---- Whole models --------------------------------------------------------------------------------
 
 
-def decode_keys(scale: Scale) -> Iterator[Key]:
-    yield from product((scale.target,), WAYS)
-    yield scale.draft, "16 bits"
+def decode_keys(sizes: Sizes) -> Iterator[Key]:
+    yield from product((sizes.target,), WAYS)
+    yield sizes.draft, "16 bits"
 
 
-def decode_row(scale: Scale, name: str, way: str) -> Row:
+def decode_row(sizes: Sizes, name: str, way: str) -> Row:
     """One stream; the share is that of the weights alone."""
-    llama = random_model(name, way, scale)
-    seconds = stream_seconds(random_engine(llama, None, 2 * scale.context, 1), scale)
-    share = weight_bytes(llama, read=True) / seconds / scale.bandwidth
+    llama = random_model(name, way, sizes)
+    seconds = stream_seconds(random_engine(llama, None, 2 * sizes.context, 1), sizes)
+    share = weight_bytes(llama, read=True) / seconds / sizes.bandwidth
     return [f"{1 / seconds:.1f}", f"{share:.0%}"]
 
 
-def profile_row(scale: Scale, way: str) -> Row:
+def profile_row(sizes: Sizes, way: str) -> Row:
     """A token by the clock, and its kernels by the profiler, over a few looks of the host."""
-    llama = random_model(scale.target, way, scale)
-    engine = random_engine(llama, None, 2 * scale.context, 1)
-    seconds = stream_seconds(engine, scale)
-    request = random_request(scale.context, scale.count, 0)
+    llama = random_model(sizes.target, way, sizes)
+    engine = random_engine(llama, None, 2 * sizes.context, 1)
+    seconds = stream_seconds(engine, sizes)
+    request = random_request(sizes.context, sizes.count, 0)
     engine.batcher.add(request)
-    while len(request.tokens) == scale.context:  # the prompt
+    while len(request.tokens) == sizes.context:  # the prompt
         engine.batcher.step()
     read = len(request.tokens)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # no lines of PyTorch's own
@@ -164,30 +159,30 @@ class BiasedCoin(Keyed):
         return stands.long().cumprod(1).bool()
 
 
-def speculation_row(scale: Scale, target_way: str, draft_way: str, alpha: float) -> Row:
+def speculation_row(sizes: Sizes, target_way: str, draft_way: str, alpha: float) -> Row:
     """One stream: the second model drafts for the first, with a fixed γ and with auto."""
-    target = random_model(scale.target, target_way, scale)
-    draft = random_model(scale.draft, draft_way, scale)
+    target = random_model(sizes.target, target_way, sizes)
+    draft = random_model(sizes.draft, draft_way, sizes)
     seconds = []
     for gamma in (0, 2, 4, None):
-        engine = random_engine(target, None if gamma == 0 else draft, 2 * scale.context, 1)
+        engine = random_engine(target, None if gamma == 0 else draft, 2 * sizes.context, 1)
         coin = partial(BiasedCoin, alpha=alpha, draw=target.ops.pick)
         engine.runner.drawing = engine.runner.drawing._replace(make_coin=coin)
-        seconds.append(stream_seconds(engine, scale, gamma))
+        seconds.append(stream_seconds(engine, sizes, gamma))
     plain, *drafted = seconds
     return [f"{plain / each:.2f}" for each in drafted]
 
 
-def serving_row(scale: Scale, n: int) -> Row:
+def serving_row(sizes: Sizes, n: int) -> Row:
     """So many requests at once, prompts and answers of many lengths."""
-    llama = random_model(scale.target, "16 bits", scale)
-    lengths = log_spread(n, scale.longest)
-    engine = random_engine(llama, None, 2 * scale.longest, n)
+    llama = random_model(sizes.target, "16 bits", sizes)
+    lengths = log_spread(n, sizes.longest)
+    engine = random_engine(llama, None, 2 * sizes.longest, n)
     for _ in range(2):  # the first one compiles and records
         requests = []
         for seed, length in enumerate(lengths):
             requests.append(random_request(length, lengths[-1 - seed], seed))
-        served = serve_at_once(engine, requests)
+        served = serve(engine, requests)
     first = f"{1e3 * median(served.first_token):.3g}"
     return [f"{served.tokens_per_second:.0f}", first]
 
@@ -195,32 +190,21 @@ def serving_row(scale: Scale, n: int) -> Row:
 # ---- The cases -----------------------------------------------------------------------------------
 
 SHARE = "of the read bandwidth"
-ERROR = ("at most", "")
 
 
 class Case(NamedTuple):
-    """A table: for each key of `keys` a row, `row(scale, *key)`."""
+    """A table: for each key of `keys` a row, `row(sizes, *key)`."""
 
     headers: tuple[str, ...]  # the first one names the parts of a key
-    keys: Callable[[Scale], Iterable[Key]]
+    keys: Callable[[Sizes], Iterable[Key]]
     row: Callable[..., Row]
 
 
 CASES = {
     "machine": Case(
         ("machine", "TFLOP/s", "name, free memory, driver, clocks, watts", "CUDA", "Triton"),
-        lambda scale: [("this",)],
+        lambda sizes: [("this",)],
         machine_row,
-    ),
-    "smoke": Case(
-        ("weights, KV, dtype, past, texts", "error: launched, replayed", *ERROR),
-        smoke.smoke_keys,
-        smoke.smoke_row,
-    ),
-    "texts": Case(
-        ("greedy texts of tiny: bits, KV, draft", "below the CPU's best logit", *ERROR),
-        smoke.text_keys,
-        smoke.text_row,
     ),
     "decode": Case(("one stream", "tokens/s", SHARE), decode_keys, decode_row),
     "kernels": Case(
@@ -235,30 +219,30 @@ CASES = {
     ),
     "profile": Case(
         ("a token", "ms", "of kernels", "launches", "µs of each kernel"),
-        lambda scale: product(("16 bits", "INT4")),
+        lambda sizes: product(("16 bits", "INT4")),
         profile_row,
     ),
     "speculation": Case(
         ("times plain decoding: target, draft, α", "γ = 2", "γ = 4", "auto"),
-        lambda scale: [(*pair, 0.7) for pair in scale.pairs],
+        lambda sizes: [(*pair, 0.7) for pair in sizes.pairs],
         speculation_row,
     ),
     "serving": Case(
         ("requests", "tokens/s", "first token, median ms"),
-        lambda scale: [(scale.num_requests,)],
+        lambda sizes: [(sizes.num_requests,)],
         serving_row,
     ),
 }
 
 
-def scale_of(name: str, quick: bool, on_gpu: bool) -> Scale:
+def sizes_of(name: str, quick: bool, on_gpu: bool) -> Sizes:
     """The sizes of a case. UserError if it needs a GPU, and there is none."""
     if quick:
         return replace(QUICK, device="cuda" if on_gpu else "cpu")
     if on_gpu:
-        return Scale()
+        return GPU_SIZES
     if name == "speculation":
-        return ON_CPU
+        return CPU_SIZES
     raise UserError(
         f"--gpu {name} needs a GPU, and PyTorch finds none here: "
         "--quick runs it with toy shapes on the CPU"
@@ -266,37 +250,27 @@ def scale_of(name: str, quick: bool, on_gpu: bool) -> Scale:
 
 
 @torch.inference_mode()
-def run_case(
-    name: str, quick: bool, store: Callable[[Results], None], keys: Iterable[Key] | None = None
-) -> Results:
-    """Run a case: print each row, and give all results so far to `store`. keys: of the rows, if not
-    all."""
-    scale = scale_of(name, quick, torch.cuda.is_available())
-    scale = replace(scale, bandwidth=read_bandwidth(scale.megabytes, scale.device))
-    case = CASES[name]
-    rows: list[Row] = []
-    if os.environ.get(OFF):
-        name += f", without {os.environ[OFF]}"
-    title = f"{name}, {scale.target} shapes"
-    results = machine(scale.bandwidth, scale.on_gpu)
-    results["gpu"] = {name: {"title": title, "headers": case.headers, "rows": rows}}
-    for key in case.keys(scale) if keys is None else keys:
-        rows.append(guarded_row(case, key, scale))
-        say("  ".join(rows[-1]))
-        store(results)
-    wrong = wrong_rows(results)
-    if wrong:
-        say(
-            f"{len(wrong)} rows are wrong: look at the first, {wrong[0]}; an illegal address ends "
-            "all after it"
-        )
+def run_cases(name: str, quick: bool, store: Callable[[Results], None]) -> Results:
+    """Run this case, or "all": print each row, and give all results so far to `store`."""
+    sizes = sizes_of(name, quick, torch.cuda.is_available())
+    sizes = replace(sizes, bandwidth=read_bandwidth(sizes.megabytes, sizes.device))
+    results = machine(sizes.bandwidth, sizes.on_gpu) | {"gpu": {}}
+    for each in CASES if name == "all" else [name]:
+        case = CASES[each]
+        rows: list[Row] = []
+        title = f"{each}, {sizes.target} shapes"
+        results["gpu"][each] = {"title": title, "headers": case.headers, "rows": rows}
+        for key in case.keys(sizes):
+            rows.append(guarded_row(case, key, sizes))
+            say("  ".join(rows[-1]))
+            store(results)
     return results
 
 
-def guarded_row(case: Case, key: Key, scale: Scale) -> Row:
+def guarded_row(case: Case, key: Key, sizes: Sizes) -> Row:
     """The row of a key; after an error its first line, and the traceback is said."""
     try:
-        return [row_name(key), *case.row(scale, *key)]
+        return [row_name(key), *case.row(sizes, *key)]
     except Exception as error:
         say(traceback.format_exc())
         first_line, *_ = f"{type(error).__name__}: {error}".splitlines()
@@ -308,10 +282,7 @@ def row_name(key: Key) -> str:
     return ", ".join(map(str, key))
 
 
-def gpu_rows(results: Results) -> list[Row]:
-    return [row for section in results.get("gpu", {}).values() for row in section["rows"]]
-
-
-def wrong_rows(results: Results) -> list[str]:
-    """Their names, of GPU cases."""
-    return [row[0] for row in gpu_rows(results) if row[-1].startswith(WRONG)]
+def has_wrong_rows(results: Results) -> bool:
+    """Whether a row of a GPU case is an error."""
+    rows = [row for section in results.get("gpu", {}).values() for row in section["rows"]]
+    return any(row[-1].startswith(WRONG) for row in rows)

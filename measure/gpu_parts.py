@@ -1,12 +1,12 @@
-"""What the GPU cases share: sizes, models of true shapes with random weights, a stopwatch for
-launches, and the judgement of an error.
+"""What the GPU cases share: sizes, models of true shapes with random weights, and a stopwatch for
+launches.
 
 Invariant: a model has the same random numbers in every dtype; where they are stored in fewer bits,
-they are rounded from the numbers of `Scale.dtype`.
+they are rounded from the numbers of `Sizes.dtype`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from types import SimpleNamespace
@@ -22,7 +22,8 @@ from generate import Draft, Engine, Model
 from kernels import Linear, Ops, ops_for
 from kvcache import AttentionMetadata, KVSpec
 from measure.clock import median_seconds
-from measure.serving import random_request, serve_at_once
+from measure.serving import random_request, serve
+from measure.sizes import Sizes
 from model import Llama
 from paged import PagedCache
 from quant import WIDTHS, quantize
@@ -32,14 +33,11 @@ Row = list[str]
 Run = Callable[[], object]
 Kernel = tuple[Run, int]  # a call, and the bytes that it must read
 SPREAD = 2.0  # of old keys and values, so that some count much more than others
-WRONG = "WRONG"  # the last cell of a row begins with it
 SHAPES = {
     "8B": Config(128256, 4096, 14336, 32, 32, 8, 128, 131072, 1e-5, 500000.0),
     "1B": Config(
         128256, 2048, 8192, 16, 32, 8, 64, 131072, 1e-5, 500000.0, tie_word_embeddings=True
     ),
-    # A layer of 8B. From 17,024 rows on, no programs share the columns of the head, as in 8B.
-    "layer": Config(20480, 4096, 14336, 1, 32, 8, 128, 1024),
     "tiny": Config(4096, 64, 96, 1, 4, 2, 16, 1024, tie_word_embeddings=True),
 }
 WAYS = {  # to store weights
@@ -54,123 +52,54 @@ WAYS = {  # to store weights
 HEAD_NORMS = "head norms"  # 16 bits, too, and a norm of each head, as Qwen 3 has
 
 
-@dataclass(frozen=True)
-class Scale:
-    """The sizes of all measurements."""
-
-    target: str = "8B"
-    draft: str = "1B"
-    layer: str = "layer"  # that is checked
-    device: str = "cuda"
-    dtype: torch.dtype = torch.bfloat16
-    context: int = 1024  # tokens before those that are made
-    count: int = 129  # made: one by the prompt's last step, then 4 at a time
-    prompt: int = 8192  # tokens of attention
-    num_texts: int = 64  # together
-    num_requests: int = 256
-    longest: int = 512
-    megabytes: int = 4096  # to measure the bandwidth
-    repeats: int = 50  # of a kernel
-    turns: int = 3
-    bandwidth: float = 1.0  # bytes that the device reads a second, once it is measured
-    pasts: tuple[int, ...] = (90, 700)  # tokens before a step that is checked
-    pairs: tuple[tuple[str, str], ...] = (  # how a target and its draft store weights
-        ("16 bits", "16 bits"),
-        ("INT4", "INT4"),
-        ("INT4", "16 bits"),
-    )
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.device == "cuda"
-
-
-ON_CPU = Scale(
-    device="cpu",
-    context=32,
-    count=33,
-    megabytes=512,
-    pairs=(("INT8", "INT8"), ("INT4", "INT4"), ("INT4", "16 bits")),
-)
-QUICK = Scale(
-    "tiny",
-    "tiny",
-    "tiny",
-    device="cpu",
-    dtype=torch.float32,
-    context=24,
-    count=9,
-    prompt=48,
-    num_texts=2,
-    num_requests=4,
-    longest=12,
-    megabytes=4,
-    repeats=1,
-    turns=1,
-    pasts=(9, 40),
-)
-
-
-def judged(errors: list[float], limit: float) -> Row:
-    """Errors, the largest that is right, and whether all are. NaN is wrong."""
-    is_right = all(error <= limit for error in errors)
-    shown = " ".join(f"{error:.1e}" for error in errors)
-    return [shown, f"{limit:.1e}", "ok" if is_right else WRONG]
-
-
-def relative_error(x: Tensor, wanted: Tensor) -> float:
-    """‖x − wanted‖ / ‖wanted‖."""
-    return ((x.float() - wanted).norm() / wanted.norm()).item()
-
-
-def stopwatch(run: Run, scale: Scale) -> Callable[[], float]:
+def stopwatch(run: Run, sizes: Sizes) -> Callable[[], float]:
     """-> a function that measures seconds of `run()`, a median; on a GPU of its recording, so that
     launches do not count."""
     run()  # this compiles kernels
     replay = run
-    if scale.on_gpu:
+    if sizes.on_gpu:
         from gpu import graphs
 
         replay = graphs.record(run)
 
     def repeat() -> None:
-        for _ in range(scale.repeats):
+        for _ in range(sizes.repeats):
             replay()
-        if scale.on_gpu:
+        if sizes.on_gpu:
             torch.cuda.synchronize()
 
-    return lambda: median_seconds(repeat) / scale.repeats
+    return lambda: median_seconds(repeat) / sizes.repeats
 
 
-def random_numbers(scale: Scale, *shape: int) -> Tensor:
-    return torch.randn(shape, device=scale.device, dtype=scale.dtype)
+def random_numbers(sizes: Sizes, *shape: int) -> Tensor:
+    return torch.randn(shape, device=sizes.device, dtype=sizes.dtype)
 
 
 def random_model(
-    name: str, way: str, scale: Scale, dtype: torch.dtype | None = None, ops: Ops | None = None
+    name: str, way: str, sizes: Sizes, dtype: torch.dtype | None = None, ops: Ops | None = None
 ) -> Llama:
     """A model with random weights, stored this way; few tensors at a time have more bits. dtype: to
-    compute in, if not the scale's."""
+    compute in, if not that of `sizes`."""
     config = replace(SHAPES[name], quantization=WAYS.get(way))
     if way == HEAD_NORMS:
         config = replace(config, model_type="qwen3")
-    ops = ops or ops_for(scale.device)
-    dtype, weight_dtype = ops.dtypes([scale.dtype], dtype)
-    llama = Llama(config, scale.device, dtype, seed=None, ops=ops, weight_dtype=weight_dtype)
-    fill_model(llama, random_weights(llama, scale))
+    ops = ops or ops_for(sizes.device)
+    dtype, weight_dtype = ops.dtypes([sizes.dtype], dtype)
+    llama = Llama(config, sizes.device, dtype, seed=None, ops=ops, weight_dtype=weight_dtype)
+    fill_model(llama, random_weights(llama, sizes))
     return llama.pack_weights()
 
 
-def random_weights(llama: Llama, scale: Scale) -> Iterator[tuple[str, Tensor]]:
+def random_weights(llama: Llama, sizes: Sizes) -> Iterator[tuple[str, Tensor]]:
     """A plain weight in the place of each of the model's, made when it is asked for."""
     torch.manual_seed(0)
     for name, weight in llama.named_weights().items():
         if name.endswith("norm.weight"):
             spread = 0.5 if "_norm." in name else 0.0  # of q, of k
-            numbers = torch.linspace(1 - spread, 1 + spread, len(weight), device=scale.device)
-            yield name, numbers.to(scale.dtype)
+            numbers = torch.linspace(1 - spread, 1 + spread, len(weight), device=sizes.device)
+            yield name, numbers.to(sizes.dtype)
         else:
-            yield name, 0.02 * random_numbers(scale, *weight.shape)
+            yield name, 0.02 * random_numbers(sizes, *weight.shape)
 
 
 def random_engine(
@@ -188,16 +117,16 @@ def random_engine(
     )
 
 
-def text_seconds(engine: Engine, scale: Scale, turn: int, gamma: int | None = 0) -> float:
+def text_seconds(engine: Engine, sizes: Sizes, turn: int, gamma: int | None = 0) -> float:
     """Seconds a token of one text. turn: other turns have other texts."""
-    request = random_request(scale.context, scale.count, turn, gamma)
-    return serve_at_once(engine, [request]).seconds_per_token
+    request = random_request(sizes.context, sizes.count, turn, gamma)
+    return serve(engine, [request]).seconds_per_token
 
 
-def stream_seconds(engine: Engine, scale: Scale, gamma: int | None = 0) -> float:
+def stream_seconds(engine: Engine, sizes: Sizes, gamma: int | None = 0) -> float:
     """A median over turns. One turn more warms up."""
-    turns = range(scale.turns + 1)
-    return median([text_seconds(engine, scale, turn, gamma) for turn in turns][1:])
+    turns = range(sizes.turns + 1)
+    return median([text_seconds(engine, sizes, turn, gamma) for turn in turns][1:])
 
 
 def open_texts(spec: KVSpec, counts: Sequence[int], past: int, fewer: int = 5) -> AttentionMetadata:
@@ -222,28 +151,28 @@ def open_texts(spec: KVSpec, counts: Sequence[int], past: int, fewer: int = 5) -
 # ---- Kernels alone -------------------------------------------------------------------------------
 
 
-def attention_call(scale: Scale, num_texts: int, count: int, kv_bits: str) -> Kernel:
-    """Attention of each text's newest `count` tokens, of `scale.prompt`, as the peers' is."""
-    c = SHAPES[scale.target]
+def attention_call(sizes: Sizes, num_texts: int, count: int, kv_bits: str) -> Kernel:
+    """Attention of each text's newest `count` tokens, of `sizes.prompt`, as the peers' is."""
+    c = SHAPES[sizes.target]
     G = c.num_key_value_heads
-    spec = KVSpec(1, G, c.head_dim, dtype=scale.dtype, bits=WIDTHS[kv_bits], device=scale.device)
-    metadata = open_texts(spec, [count] * num_texts, scale.prompt - count, fewer=0)
+    spec = KVSpec(1, G, c.head_dim, dtype=sizes.dtype, bits=WIDTHS[kv_bits], device=sizes.device)
+    metadata = open_texts(spec, [count] * num_texts, sizes.prompt - count, fewer=0)
     num_heads = c.num_attention_heads + 2 * G
-    qkv = random_numbers(scale, num_texts * count, num_heads, c.head_dim)
+    qkv = random_numbers(sizes, num_texts * count, num_heads, c.head_dim)
     read = spec.bytes(sum(sequence.seq_len for sequence in metadata.sequences))
-    return partial(ops_for(scale.device).attend, qkv, G, None, metadata, 0), read
+    return partial(ops_for(sizes.device).attend, qkv, G, None, metadata, 0), read
 
 
-def product_call(scale: Scale, way: str, rows: int, ops: Ops | None = None) -> Kernel:
+def product_call(sizes: Sizes, way: str, rows: int, ops: Ops | None = None) -> Kernel:
     """The gate and up product. ops: whose, if not the device's."""
-    K = SHAPES[scale.target].hidden_size
-    N = 2 * SHAPES[scale.target].intermediate_size
-    weight = random_numbers(scale, N, K)
+    K = SHAPES[sizes.target].hidden_size
+    N = 2 * SHAPES[sizes.target].intermediate_size
+    weight = random_numbers(sizes, N, K)
     layout = WAYS[way]
     if layout is not None:
         weight = quantize(weight, layout.bits, layout.group)
         weight = weight._replace(input_bits=layout.activations)
-    ops = ops or ops_for(scale.device)
-    packed = ops.pack_weight(Linear(weight), scale.dtype)
-    x = random_numbers(scale, rows, K)
+    ops = ops or ops_for(sizes.device)
+    packed = ops.pack_weight(Linear(weight), sizes.dtype)
+    x = random_numbers(sizes, rows, K)
     return partial(ops.linear, x, packed), weight.nbytes

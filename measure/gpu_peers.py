@@ -27,7 +27,6 @@ from measure.clock import in_turns, ratio
 from measure.gpu_parts import (
     SHAPES,
     Row,
-    Scale,
     attention_call,
     product_call,
     random_engine,
@@ -37,54 +36,55 @@ from measure.gpu_parts import (
     text_seconds,
 )
 from measure.peers import transformers_text
+from measure.sizes import Sizes
 
 Seconds = Callable[[], float]
 
 
-def peer_keys(scale: Scale) -> Iterator[tuple[Any, ...]]:
+def peer_keys(sizes: Sizes) -> Iterator[tuple[Any, ...]]:
     backends = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION")
-    yield from product(backends, (1,), (scale.prompt,))
-    yield from product(backends, (scale.num_texts,), (1,))
+    yield from product(backends, (1,), (sizes.prompt,))
+    yield from product(backends, (sizes.num_texts,), (1,))
     yield from product(("cuBLAS",), (1, 8, 64))
     yield ("transformers",)
     yield ("transformers, recorded",)
 
 
-def peer_row(scale: Scale, name: str, *key: Any) -> Row:
+def peer_row(sizes: Sizes, name: str, *key: Any) -> Row:
     rival = RIVALS.get(name, partial(sdpa, name))
     try:
-        theirs = rival(scale, *key)
+        theirs = rival(sizes, *key)
         theirs()
     except Exception as error:
         return ["", "", f"none: {type(error).__name__} {str(error)[:80]}"]
-    ours = our_seconds(scale, name, *key)
-    columns = in_turns((theirs, ours), scale.turns)
+    ours = our_seconds(sizes, name, *key)
+    columns = in_turns((theirs, ours), sizes.turns)
     cells = [f"{1e3 * median(seconds):.4g}" for seconds in columns]
     return [*cells, f"{ratio(*columns):.2f}"]
 
 
-def our_seconds(scale: Scale, name: str, *key: Any) -> Seconds:
+def our_seconds(sizes: Sizes, name: str, *key: Any) -> Seconds:
     if not key:  # a text
-        llama = random_model(scale.target, "16 bits", scale)
-        engine = random_engine(llama, None, 2 * scale.context, 1)
+        llama = random_model(sizes.target, "16 bits", sizes)
+        engine = random_engine(llama, None, 2 * sizes.context, 1)
         turns = count()
-        text_seconds(engine, scale, next(turns))  # compiles and records
-        return lambda: text_seconds(engine, scale, next(turns))
+        text_seconds(engine, sizes, next(turns))  # compiles and records
+        return lambda: text_seconds(engine, sizes, next(turns))
     if name == "cuBLAS":
-        call, _ = product_call(scale, "16 bits", *key)
+        call, _ = product_call(sizes, "16 bits", *key)
     else:
-        call, _ = attention_call(scale, *key, "16")
-    return stopwatch(call, scale)
+        call, _ = attention_call(sizes, *key, "16")
+    return stopwatch(call, sizes)
 
 
 # ---- Their kernels -------------------------------------------------------------------------------
 
 
-def sdpa(backend: str, scale: Scale, num_texts: int, num_new: int) -> Seconds:
-    """Attention of each text's newest tokens, of `scale.prompt`."""
-    c = SHAPES[scale.target]
-    q = random_numbers(scale, num_texts, c.num_attention_heads, num_new, c.head_dim)
-    k = random_numbers(scale, num_texts, c.num_key_value_heads, scale.prompt, c.head_dim)
+def sdpa(backend: str, sizes: Sizes, num_texts: int, num_new: int) -> Seconds:
+    """Attention of each text's newest tokens, of `sizes.prompt`."""
+    c = SHAPES[sizes.target]
+    q = random_numbers(sizes, num_texts, c.num_attention_heads, num_new, c.head_dim)
+    k = random_numbers(sizes, num_texts, c.num_key_value_heads, sizes.prompt, c.head_dim)
     if backend != "FLASH_ATTENTION":  # the others may have no groups of heads
         k = k.repeat_interleave(c.num_attention_heads // c.num_key_value_heads, 1)
     options = dict(is_causal=num_new > 1, enable_gqa=backend == "FLASH_ATTENTION")
@@ -93,42 +93,42 @@ def sdpa(backend: str, scale: Scale, num_texts: int, num_new: int) -> Seconds:
         with sdpa_kernel(getattr(SDPBackend, backend)):
             F.scaled_dot_product_attention(q, k, k, **options)
 
-    return stopwatch(run, scale)
+    return stopwatch(run, sizes)
 
 
-def cublas(scale: Scale, rows: int) -> Seconds:
-    call, _ = product_call(scale, "16 bits", rows, Ops())
-    return stopwatch(call, scale)
+def cublas(sizes: Sizes, rows: int) -> Seconds:
+    call, _ = product_call(sizes, "16 bits", rows, Ops())
+    return stopwatch(call, sizes)
 
 
 # ---- transformers --------------------------------------------------------------------------------
 
 
-def random_transformers(scale: Scale) -> Any:
+def random_transformers(sizes: Sizes) -> Any:
     """Its Llama of the target's shape, with random weights."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    config = LlamaConfig(**SHAPES[scale.target].to_dict())
-    with torch.device(scale.device):
-        model = AutoModelForCausalLM.from_config(config, dtype=scale.dtype).eval()
+    config = LlamaConfig(**SHAPES[sizes.target].to_dict())
+    with torch.device(sizes.device):
+        model = AutoModelForCausalLM.from_config(config, dtype=sizes.dtype).eval()
     model.generation_config.eos_token_id = None  # no text stops early
     return model
 
 
-def eager(scale: Scale) -> Seconds:
-    model = random_transformers(scale)
-    prompts = [[300] * scale.context]
-    return lambda: 1 / transformers_text(model, prompts, scale.count).tokens_per_second
+def eager(sizes: Sizes) -> Seconds:
+    model = random_transformers(sizes)
+    prompts = [[300] * sizes.context]
+    return lambda: 1 / transformers_text(model, prompts, sizes.count).tokens_per_second
 
 
-def recorded(scale: Scale) -> Seconds:
+def recorded(sizes: Sizes) -> Seconds:
     """The step after the prompt, again and again."""
     from transformers import StaticCache
 
-    model = random_transformers(scale)
-    cache = StaticCache(config=model.config, max_cache_len=2 * scale.context)
+    model = random_transformers(sizes)
+    cache = StaticCache(config=model.config, max_cache_len=2 * sizes.context)
     options = dict(past_key_values=cache, use_cache=True, logits_to_keep=1)
-    places = torch.arange(scale.context + 1, device=scale.device)[None]
+    places = torch.arange(sizes.context + 1, device=sizes.device)[None]
     tokens = torch.full_like(places, 300)
     model(tokens[:, :-1], position_ids=places[:, :-1], **options)
     token = tokens[:, -1:]
@@ -139,7 +139,7 @@ def recorded(scale: Scale) -> Seconds:
         token.copy_(logits[:, -1].argmax(-1, keepdim=True))
         torch._foreach_sub_(lengths, 1)  # the next step is the same
 
-    return stopwatch(step, scale)
+    return stopwatch(step, sizes)
 
 
 RIVALS = {"cuBLAS": cublas, "transformers": eager, "transformers, recorded": recorded}

@@ -37,13 +37,6 @@ INSTRUCTIONS = {  # a flag of Linux, or a name for LLAMA_MARCH -> our name, the 
     "asimd": "neon",
     "armv8-a": "neon",
 }
-ARM = {  # what Linux says in place of a name: implementer and part
-    ("0x41", "0xd0b"): "Cortex-A76",
-    ("0x41", "0xd0c"): "Neoverse-N1",
-    ("0x41", "0xd40"): "Neoverse-V1",
-    ("0x41", "0xd49"): "Neoverse-N2",
-    ("0x41", "0xd4f"): "Neoverse-V2",
-}
 
 
 def cpu_info(field: str) -> str:
@@ -55,14 +48,12 @@ def cpu_info(field: str) -> str:
 
 
 def processor() -> str:
-    """The CPU's name."""
+    """The CPU's name; on ARM Linux tells numbers only."""
     if platform.system() == "Darwin":
         command = ["sysctl", "-n", "machdep.cpu.brand_string"]
         return subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    implementer = cpu_info("CPU implementer")
-    part = cpu_info("CPU part")
-    known = ARM.get((implementer, part), f"{platform.machine()} {implementer} {part}")
-    return cpu_info("model name") or known.strip()
+    numbers = [platform.machine(), cpu_info("CPU implementer"), cpu_info("CPU part")]
+    return cpu_info("model name") or " ".join(filter(None, numbers))
 
 
 def instructions() -> str:

@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from checkpoint.weights import weight_bytes
 from generate import Draft, Engine, Model, load_draft
 from measure.clock import in_turns, ratio
-from measure.effort import BEGINNING, SENTENCES, Effort
-from measure.serving import Served, log_spread, serve_at_once
-from model import Llama, weight_bytes
+from measure.serving import Served, log_spread, serve
+from measure.sizes import BEGINNING, SENTENCES, Sizes
+from model import Llama
 from request import Request, Settings
 from settings import Options
 from train.distill import sample_corpus
@@ -56,14 +57,14 @@ STACK = (
 )
 
 
-def stack(effort: Effort) -> list[Row]:
+def stack(sizes: Sizes) -> list[Row]:
     """The combined table. All rows serve, in turns, the same requests, at temperature 0."""
     models = {bits: Model.load("tiny", "cpu", torch.float32, bits) for bits in (16, 8, 4)}
     drafts = {bits: load_draft("tiny-draft", model) for bits, model in models.items()}
     runs = []
     for row in STACK:
-        runs.append(partial(serve_row, row, models[row.bits], drafts[row.bits], effort))
-    columns = in_turns(runs, effort.turns)
+        runs.append(partial(serve_row, row, models[row.bits], drafts[row.bits], sizes))
+    columns = in_turns(runs, sizes.turns)
     first = columns[0]
     rows: list[Row] = []
     for technique, served in zip(STACK, columns):
@@ -72,7 +73,7 @@ def stack(effort: Effort) -> list[Row]:
         weights = weight_bytes(models[technique.bits].llama)
         if technique.draft:
             weights += weight_bytes(drafts[technique.bits].models[0])
-        in_flight = min(technique.max_batch, effort.num_texts)
+        in_flight = min(technique.max_batch, sizes.num_requests)
         cache_bytes = max(one.cache_bytes for one in served)
         row = {
             "name": technique.name,
@@ -84,17 +85,17 @@ def stack(effort: Effort) -> list[Row]:
             "speed_up": speed_up,
             "gain": speed_up / rows[-1]["speed_up"] if rows else None,
             "same_texts": sum(a == b for a, b in zip(served[0].texts, first[0].texts)),
-            "texts": effort.num_texts,
+            "texts": sizes.num_requests,
         }
         rows.append(row)
     return rows
 
 
-def serve_row(technique: StackRow, model: Model, draft: Draft, effort: Effort) -> Served:
+def serve_row(technique: StackRow, model: Model, draft: Draft, sizes: Sizes) -> Served:
     """Serve a row's requests."""
     max_len = model.llama.config.max_position_embeddings
     requests = []
-    for sentence, count in zip(SENTENCES, log_spread(effort.num_texts, effort.longest)):
+    for sentence, count in zip(SENTENCES, log_spread(sizes.num_requests, sizes.longest)):
         settings = Settings(temperature=0.0, seed=0, max_tokens=count)
         requests.append(Request(model.encode(BEGINNING + sentence), settings))
     batch = technique.max_batch
@@ -103,21 +104,21 @@ def serve_row(technique: StackRow, model: Model, draft: Draft, effort: Effort) -
         draft if technique.draft else None,
         Options(max_len=max_len, max_batch=batch, **technique.engine),
     )
-    return serve_at_once(engine, requests)
+    return serve(engine, requests)
 
 
 # ---- Fewer bits ----------------------------------------------------------------------------------
 
 
-def bits(effort: Effort) -> list[Row]:
+def bits(sizes: Sizes) -> list[Row]:
     """Bytes and perplexity of the embedded model on stories that it made, which need no file."""
     llama = Llama.load("tiny", "cpu", torch.float32, trainable=True)
-    count = effort.num_stories  # to calibrate with
+    count = sizes.num_stories  # to calibrate with
     end = llama.config.eos_token_ids[0]
     corpus = sample_corpus(llama, 4 * count, 72, end, seed=1)
     stories = corpus.tokens.roll(1).split(73)  # each begins with an end of text, as it was made
     texts = stories[count:]
-    wanted = recipes(effort.methods, (32, 128))
+    wanted = recipes(sizes.methods, (32, 128))
     with redirect_stdout(io.StringIO()):
         measured = table("tiny", texts, stories[:count], wanted, "cpu", llama)
     return [

@@ -30,19 +30,19 @@ import torch
 from app.shell import say
 from checkpoint.config import Config
 from checkpoint.hub import find_folder
+from checkpoint.save import copy_files, save_model
+from checkpoint.weights import weight_bytes
 from errors import UserError
 from generate import Model
 from measure.clock import in_turns, ratio, read_bandwidth
-from measure.effort import Effort
 from measure.machine import has_bfloat16
-from measure.serving import serve_texts
+from measure.serving import engine_for, serve
+from measure.sizes import Sizes
 from measure.steps import PROMPTS, Rows, label
-from model import Llama, weight_bytes
+from model import Llama
 from quant import Kind
-from request import Settings
+from request import Request, Settings
 from tokenizer import Tokenizer
-from train.bpe import FILES, copy_files
-from train.distill import save_model
 
 PACKAGES = {"transformers": "transformers", "llama.cpp": "llama_cpp"}  # -> what is imported
 TOGETHER = 16  # texts made together,
@@ -99,7 +99,8 @@ def ours(target: str | Path, bits: Kind = 16) -> Contestant:
 
     def make(prompts: Prompts, count: int) -> Made:
         settings = Settings(temperature=0.0, seed=0, max_tokens=count)
-        served = serve_texts(model, None, prompts, settings)
+        requests = [Request(prompt, settings) for prompt in prompts]
+        served = serve(engine_for(model, None, requests), requests)
         return Made(served.texts[0], served.first_token[0], served.seconds)
 
     return Contestant(name, make, weight_bytes(model.llama, read=True))
@@ -110,7 +111,7 @@ def our_widths(target: str) -> list[Contestant]:
     with TemporaryDirectory() as folder:
         in_bfloat16 = Path(folder)
         save_model(Llama.load(target, "cpu", torch.float32, trainable=True), in_bfloat16)
-        copy_files(find_folder(target), in_bfloat16, FILES)
+        copy_files(find_folder(target), in_bfloat16)
         widths = [ours(target), ours(in_bfloat16), ours(target, 8), ours(target, 4)]
     return list({one.name: one for one in widths}.values())  # the first two may be alike
 
@@ -180,12 +181,12 @@ def stored_width(gguf: str) -> str:
 
 
 @torch.inference_mode()
-def against(name: str, target: str, gguf: str | None, effort: Effort) -> Rows:
+def against(name: str, target: str, gguf: str | None, sizes: Sizes) -> Rows:
     """Our widths, and what we read in the peer's file, beside the peer in each of its dtypes -> a
     row for each pair. UserError if the peer cannot run."""
     check_peer(name, gguf)
     tokenizer = Tokenizer.load(find_folder(target))
-    openings = [tokenizer.prompt(opening) for opening in effort.openings]
+    openings = [tokenizer.prompt(opening) for opening in sizes.openings]
     widths = our_widths(target)
     if gguf is None:
         rivals = [transformers(target, dtype) for dtype in transformers_dtypes()]
@@ -200,12 +201,12 @@ def against(name: str, target: str, gguf: str | None, effort: Effort) -> Rows:
     texts = []  # of each opening, what everyone made
     for opening in openings:
         roofs.append(read_bandwidth())
-        made = [one.make([opening], effort.num_tokens // 2) for one in everyone]
+        made = [one.make([opening], sizes.num_tokens // 2) for one in everyone]
         texts.append(dict(zip(everyone, made)))
     totals = {}  # of long work: everyone's seconds in each turn
     for key, prompts, count in long_work(rivals[0], Config.load(find_folder(target))):
         runs = [partial(one.seconds, prompts, count) for one in everyone]
-        totals[key] = dict(zip(everyone, in_turns(runs, effort.turns)))
+        totals[key] = dict(zip(everyone, in_turns(runs, sizes.turns)))
     rows = {}
     for peer, one in product(rivals, widths):
         turns = [(text[peer], text[one]) for text in texts]

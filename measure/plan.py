@@ -1,7 +1,7 @@
-"""Before one rents a machine: what a model will need and do on GPUs that are not here.
+"""Before one rents a machine: what a model will need on GPUs that are not here, and how many tokens
+a second they can make.
 
     python bench.py --plan 70B --gpu H200 --gpus 4 --bits 4 --kv-bits 8 --context 8192
-    python bench.py --plan 8B --gpu RTX4090 --bits 4 --draft 1B
 
 Bytes are those of the project's own model without numbers, matrix by matrix, scales included. A
 step takes as long as the slower of two things, reading and computing (the *roofline*):
@@ -12,11 +12,10 @@ step takes as long as the slower of two things, reading and computing (the *roof
     operations    2 for each weight and token; in each layer 4 · H · D for each token, and each
                   that it looks back at
 
-So no program on these GPUs is faster. Of a draft the plan tells its bytes, and the seconds of a
-drafted token in steps of the target.
+So no program on these GPUs is faster.
 
-Not covered: all-reduces, launches of kernels, products in 8 bits, prefix caching; of speculation
-the room for drafts' weights, keys and values, and acceptance.
+Not covered: prompts, all-reduces, launches of kernels, products in 8 bits, prefix caching,
+speculation.
 
     H query heads · D head size
 """
@@ -25,7 +24,6 @@ import argparse
 import math
 import re
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,15 +34,15 @@ from checkpoint.config import Config
 from checkpoint.gguf_model import GGUFCheckpoint, read_gguf_config
 from checkpoint.hub import EMBEDDED, find_model, is_gguf
 from checkpoint.load import in_bits
+from checkpoint.weights import weight_bytes
 from errors import UserError
 from generate import STEP_BUDGET
 from kvcache import KVSpec
 from measure.gpu_parts import SHAPES
-from measure.report import Section, format_bytes, format_seconds, markdown
-from model import Llama, weight_bytes
+from measure.report import Section, format_bytes, markdown
+from model import Llama
 from paged import BLOCK_SIZE
-from parallel import shard_config
-from quant import Kind, widths
+from quant import widths
 
 LLAMA3 = dict(
     max_position_embeddings=131072,
@@ -122,7 +120,7 @@ class Plan:
         self.gpu = GPUS[gpu]
         self.kv_bits = kv_bits
         self.context = context
-        self.shard = without_numbers(shard_config(config, n) if n > 1 else config)
+        self.shard = without_numbers(config.shard(n))
         self.weight_bytes = weight_bytes(self.shard)
         blocks = math.ceil(context / BLOCK_SIZE)
         spec = self.shard.kv_spec(widths(kv_bits))
@@ -137,28 +135,16 @@ class Plan:
                 "the rest: take fewer --bits, more --gpus, a larger --gpu, or a smaller model"
             )
 
-    def step_seconds(self, tokens: int, stored: int, pairs: int, num_logits: int) -> float:
-        """By the roofline, a step of new tokens that reads `stored` tokens' keys and values.
-        pairs: of a token, and one that it looks back at."""
+    def decode_seconds(self, num_texts: int) -> float:
+        """By the roofline, a step that makes a token of each text; each has `context` tokens."""
         c = self.shard.config
         plain = without_numbers(replace(c, quantization=None))
         num_weights = weight_bytes(plain, read=True) // plain.dtype.itemsize
-        read = weight_bytes(self.shard, read=True)
-        read += stored_bytes(c, stored, self.kv_bits, self.shard.dtype)
-        head = c.vocab_size * c.hidden_size
-        products = 2 * ((num_weights - head) * tokens + head * num_logits)
-        attention = 4 * c.query_size * c.num_hidden_layers * pairs
-        computing = (products + attention) / (1e12 * self.gpu.bf16)
-        return max(read / (1e9 * self.gpu.bandwidth), computing)
-
-    def decode_seconds(self, num_texts: int) -> float:
-        """A step that makes a token of each text; each has `context` tokens."""
         tokens = num_texts * self.context
-        return self.step_seconds(num_texts, tokens, tokens, num_texts)
-
-    def prompt_seconds(self, length: int) -> float:
-        """Reading a prompt, up to its first token, at once."""
-        return self.step_seconds(length, length, length * (length + 1) // 2, 1)
+        read = weight_bytes(self.shard, read=True)
+        read += stored_bytes(c, tokens, self.kv_bits, self.shard.dtype)
+        operations = 2 * num_weights * num_texts + 4 * c.query_size * c.num_hidden_layers * tokens
+        return max(read / (1e9 * self.gpu.bandwidth), operations / (1e12 * self.gpu.bf16))
 
 
 # ---- The tables ----------------------------------------------------------------------------------
@@ -174,17 +160,14 @@ def add_plan_flags(p: argparse._ArgumentGroup) -> None:
     )
 
 
-def plan_of(args: argparse.Namespace, name: str, bits: Kind) -> Plan:
-    """A model's, with the GPUs, the texts and the cache of these flags."""
-    config = in_bits(find_config(name), bits)
-    return Plan(name, config, args.gpu, n=args.gpus, kv_bits=args.kv_bits, context=args.context)
-
-
 def plan_section(args: argparse.Namespace) -> Section:
     """The plan of these flags. UserError for a plan that is impossible."""
     if args.gpus < 1:
         raise UserError(f"--gpus is {args.gpus}: it must be at least 1")
-    plan = plan_of(args, args.plan, args.bits)
+    config = in_bits(find_config(args.plan), args.bits)
+    plan = Plan(
+        args.plan, config, args.gpu, n=args.gpus, kv_bits=args.kv_bits, context=args.context
+    )
     token = stored_bytes(plan.shard.config, 1, plan.kv_bits, plan.shard.dtype)
     count = min(plan.num_texts, STEP_BUDGET)
     rows = [
@@ -195,14 +178,6 @@ def plan_section(args: argparse.Namespace) -> Section:
         ["tokens/s of one text, at most", f"{1 / plan.decode_seconds(1):,.0f}"],
         [f"of {count} texts", f"{count / plan.decode_seconds(count):,.0f}"],
     ]
-    for length in sorted({min(1024, plan.context), plan.context}):
-        seconds = format_seconds(plan.prompt_seconds(length))
-        rows.append([f"first token after a prompt of {length:,}, at least", seconds])
-    for name, bits in product(args.draft or (), (16, 8, 4)):
-        draft = plan_of(args, name, bits)
-        steps = draft.decode_seconds(1) / plan.decode_seconds(1)
-        cost = f"{format_bytes(draft.weight_bytes)}, a token {steps:.2f} steps of {args.plan}"
-        rows.append([f"{name} drafts in {bits} bits", cost])
     title = f"{args.plan} on {args.gpus} x {args.gpu}, by the roofline"
     sheet = f"{plan.gpu.memory} GB, {plan.gpu.bandwidth:,} GB/s, {plan.gpu.bf16} TFLOP/s"
     return Section(title, ("on each", sheet), rows)

@@ -54,7 +54,7 @@ def bytes_in_use(caches: Sequence[Any]) -> int:
     return total
 
 
-def serve_at_once(engine: Engine, requests: Sequence[Request]) -> Served:
+def serve(engine: Engine, requests: Sequence[Request]) -> Served:
     """Serve all requests; they arrive at the start."""
     for request in requests:
         engine.batcher.add(request)
@@ -89,26 +89,12 @@ def serve_at_once(engine: Engine, requests: Sequence[Request]) -> Served:
     )
 
 
-def engine_for(
-    model: Model, draft: Draft | None, requests: Sequence[Request], kv_bits: str = "16"
-) -> Engine:
+def engine_for(model: Model, draft: Draft | None, requests: Sequence[Request]) -> Engine:
     """An engine that has room for all these requests in one batch."""
     max_len = max(len(request.tokens) + request.num_remaining for request in requests)
     count = len(requests)
-    options = Options(max_len=max_len, max_batch=count, kv_bits=kv_bits)
+    options = Options(max_len=max_len, max_batch=count)
     return Engine(model, draft, options, tokens=count * max_len)
-
-
-def serve_texts(
-    model: Model,
-    draft: Draft | None,
-    prompts: Sequence[Sequence[int]],
-    settings: Settings,
-    kv_bits: str = "16",
-) -> Served:
-    """Serve a text after each of these prompts, all in one batch."""
-    requests = [Request(prompt, settings) for prompt in prompts]
-    return serve_at_once(engine_for(model, draft, requests, kv_bits), requests)
 
 
 def log_spread(count: int, longest: int) -> list[int]:

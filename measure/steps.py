@@ -1,4 +1,5 @@
 """Seconds of a model's steps and prompts in float32, INT8 and INT4, and the speed-up over float32.
+And what grammars cost it: the share of masks in a token's time.
 
     python bench.py --target NAME
 
@@ -7,16 +8,20 @@ Invariant: all widths run the same step, in turns; a ratio is the median over tu
 
 import time
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
+from generate import Model
 from kvcache import KVCache
-from measure.clock import in_turns, ratio
-from measure.effort import Effort
+from measure.clock import in_turns, ratio, seconds_of
+from measure.serving import engine_for, serve
+from measure.sizes import SENTENCES, Sizes
 from model import Llama
+from request import Settings
 
 Rows = dict[str, dict[str, Any]]
 WIDTHS = {"float32": 16, "INT8": 8, "INT4": 4}
@@ -74,7 +79,7 @@ def label(target: str) -> str:
     return Path(target).absolute().name if Path(target).is_dir() else target
 
 
-def steps(effort: Effort, target: str = "tiny") -> Rows:
+def steps(sizes: Sizes, target: str = "tiny") -> Rows:
     """A row for each width."""
     models = load_widths(target)
     max_len = models["float32"].config.max_position_embeddings
@@ -84,8 +89,53 @@ def steps(effort: Effort, target: str = "tiny") -> Rows:
     for size, (past, new) in SIZES.items():
         if past + new > max_len:
             continue
-        turns = effort.turns * (3 if past else 1)
+        turns = sizes.turns * (3 if past else 1)
         for name, (seconds, gain) in compare(models, past, new, turns).items():
             rows[name][size] = gain
             rows[name][f"{size}_seconds"] = seconds
     return {f"{label(target)}, {name}": row for name, row in rows.items()}
+
+
+# ---- Grammars ------------------------------------------------------------------------------------
+
+
+def list_schema(i: int) -> dict[str, Any]:
+    """A schema of its own for each i. No text of it ends soon."""
+    fields = {
+        f"name{i}": {"type": "string", "maxLength": 30},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "kind": {"enum": ["cat", "dog"]},
+    }
+    item = {"type": "object", "properties": fields, "required": list(fields)}
+    return {"type": "array", "items": item, "minItems": 200}
+
+
+def token_seconds(model: Model, count: int, has_grammar: bool) -> float:
+    """Of texts of `count` tokens, made together."""
+    requests = []
+    for i, prompt in enumerate(SENTENCES):
+        schema = list_schema(i) if has_grammar else None
+        settings = Settings(1.0, seed=i, max_tokens=count, schema=schema)
+        request = model.request(prompt, settings, chat=False)
+        request.eos_token_ids = ()  # without a grammar, too, a text is to have this length
+        requests.append(request)
+    return serve(engine_for(model, None, requests), requests).seconds_per_token
+
+
+def grammar_costs(sizes: Sizes, target: str = "tiny") -> Rows:
+    """A row for this model; none without llguidance. A model's first grammar also reads its
+    vocabulary, once, which is not counted."""
+    if find_spec("llguidance") is None:
+        return {}
+    model = Model.load(target, "cpu", torch.float32)
+    vocabulary = model.grammars.vocabulary
+    asked = Settings(schema=list_schema(99)).follows
+    first_mask = seconds_of(lambda: model.grammars.compile(asked))
+    runs = [partial(token_seconds, model, sizes.longest, masks) for masks in (False, True)]
+    row = {
+        "target": label(target),
+        "vocab_size": vocabulary.vocab_size,
+        "first_mask": first_mask,
+        "share": 1 - ratio(*in_turns(runs, sizes.turns)),
+    }
+    return {label(target): row}

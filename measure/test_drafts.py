@@ -8,7 +8,7 @@ import pytest
 
 from errors import UserError
 from measure import drafts
-from measure.effort import Effort
+from measure.sizes import Sizes
 from request import RoundStats
 
 
@@ -44,14 +44,14 @@ def test_figures_of_known_rounds():
 def test_every_draft_is_measured_at_both_temperatures_in_all_widths(tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text(json.dumps({"prompt": "Once upon a time"}) + "\n")
-    effort = Effort(gammas=(2,), num_tokens=8)
-    rows = drafts.drafts(effort, "tiny", ["tiny-eagle", "ngram"], file)
+    sizes = Sizes(gammas=(2,), num_tokens=8)
+    rows = drafts.drafts(sizes, "tiny", ["tiny-eagle", "ngram"], file)
     assert len(rows) == 3 * 2 * 2 * 2
     row = rows["tiny, float32, tiny-eagle, T 0, 2"]
     assert row["same_texts"] == row["texts"] == 1
     assert row["tokens_per_round"] > 1 and row["speed_up"] > 0 and row["draft_cost"] > 0
     with mock.patch.object(drafts, "load_draft", wraps=drafts.load_draft) as load:
-        names = drafts.drafts(effort, "tiny", ["tiny-eagle"], file, 4)
+        names = drafts.drafts(sizes, "tiny", ["tiny-eagle"], file, 4)
     assert [call.kwargs for call in load.call_args_list] == [{"bits": 4}] * 3
     assert len(names) == 12 and all(", tiny-eagle, --draft-bits 4, T " in name for name in names)
     for line in ('{"prompt": "b", "seed": 1}', '{"prompt": 1}', "{"):

@@ -1,39 +1,74 @@
 """Known seconds are known figures: the rows of all tables, by a clock that known work moves."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 import bench
-from conftest import write_model
+from checkpoint.weights import weight_bytes
+from grammar import Grammars
 from kernels import Ops
-from kvcache import KVCache, KVSpec
 from measure import (
     clock,
     drafts,
     gpu_cases,
-    gpu_parts,
     gpu_peers,
-    memory,
     pair,
     peers,
     profiler,
     report,
     serving,
-    smoke,
     steps,
 )
-from measure.effort import QUICK, Effort
 from measure.gpu_parts import SHAPES
 from measure.serving import Served, random_request
-from measure.testing import Clock
-from model import Llama, weight_bytes
-from paged import PagedCache
+from measure.sizes import QUICK, Sizes
+from model import Llama
+from runner import ModelRunner
+from testing.folders import write_model
 from train import perplexity
+
+
+class Clock:
+    """Stands in for time.perf_counter. is_late: as on a GPU, work takes no time until the host
+    waits for it, because it asks for a number."""
+
+    def __init__(self, patch: Any):
+        self.patch = patch  # pytest's monkeypatch
+        self.is_late = False
+        self.now = 0.0
+        self.queued = 0.0  # seconds of work that the host has not waited for
+        patch.setattr("time.perf_counter", lambda: self.now)
+        patch.setattr(torch.cuda, "synchronize", self.wait)
+        for name in ("item", "tolist"):
+            ask = getattr(Tensor, name)
+            patch.setattr(Tensor, name, lambda x, ask=ask: (self.wait(), ask(x))[1])
+
+    def wait(self) -> None:
+        self.now += self.queued
+        self.queued = 0.0
+
+    def work(self, seconds: float) -> None:
+        self.queued += seconds
+        if not self.is_late:
+            self.wait()
+
+    def times(self, owner: Any, name: str, seconds: Callable[..., float]) -> None:
+        """Let each call of owner.name take `seconds` of its arguments."""
+        does = getattr(owner, name)
+
+        def run(*args: Any, **options: Any) -> Any:
+            self.work(seconds(*args, **options))
+            return does(*args, **options)
+
+        self.patch.setattr(owner, name, run)
 
 
 @pytest.fixture
@@ -85,7 +120,7 @@ def test_a_text_is_timed_by_the_steps_that_gave_it_tokens(time, monkeypatch):
 
     batcher.add = batcher.waiting.append
     batcher.step = step
-    served = serving.serve_at_once(SimpleNamespace(batcher=batcher, caches=[]), requests)
+    served = serving.serve(SimpleNamespace(batcher=batcher, caches=[]), requests)
     assert served == Served(
         7.0,
         8,
@@ -122,6 +157,25 @@ def test_steps(time, monkeypatch):
     assert (cells["rows 5"], cells["prompt 1500"]) == ("4000 ms, 2x", "")
 
 
+def test_grammars(time, monkeypatch):
+    """A step of texts with a grammar takes 5 seconds, one without takes 4; what comes before the
+    first tokens does not count."""
+    pytest.importorskip("llguidance", reason="requirements-extra.txt is not installed")
+    asked = []
+
+    def seconds(runner, scheduled):
+        asked.append([item.request.grammar_state is not None for item in scheduled])
+        request = scheduled[0].request
+        is_first = len(request.tokens) == request.num_prompt_tokens
+        return 100.0 if is_first else 4.0 + all(asked[-1])
+
+    time.times(ModelRunner, "step", seconds)
+    time.times(Grammars, "compile", lambda *arguments: 7.0)
+    (row,) = steps.grammar_costs(replace(QUICK, turns=2)).values()
+    assert row == dict(target="tiny", vocab_size=4096, first_mask=7.0, share=1 - 4 / 5)
+    assert asked == ([[False] * 16] * QUICK.longest + [[True] * 16] * QUICK.longest) * 2
+
+
 def test_drafts(time, monkeypatch):
     """The target is its own draft, so all drafts are accepted: rounds of 3, 3, 3 and 1 tokens, of
     which the first reads the prompt. A draft takes 1 second, and a plain token 4."""
@@ -142,8 +196,8 @@ def test_drafts(time, monkeypatch):
     monkeypatch.setattr(drafts, "load_draft", load_draft)
     monkeypatch.setattr(drafts, "Told", told)
     time.times(Llama, "__call__", lambda llama, *more: 1.0 if llama in loaded[0].models else 4.0)
-    effort = Effort(gammas=(2,), num_tokens=10, openings=("Once",))
-    rows = drafts.drafts(effort, "tiny", ["tiny"], None)
+    sizes = Sizes(gammas=(2,), num_tokens=10, openings=("Once",))
+    rows = drafts.drafts(sizes, "tiny", ["tiny"], None)
     assert asked == [(T, gamma) for T in (0.0, 1.0) for gamma in (0, 2, None)]
     assert rows["tiny, float32, tiny, T 0, 2"] == {
         "target": "tiny, float32",
@@ -195,8 +249,8 @@ def test_peers(time, monkeypatch, tmp_path):
     roofs = [1.0 * read, 2.0 * read]
     monkeypatch.setattr(peers, "read_bandwidth", lambda: roofs.pop(0))
     time.times(Llama, "__call__", lambda llama, x, *more: 1.0 if len(x) <= 16 else len(x) / 32)
-    effort = replace(QUICK, openings=("Once", "One day"))
-    rows = peers.against("transformers", target, None, effort)
+    sizes = replace(QUICK, openings=("Once", "One day"))
+    rows = peers.against("transformers", target, None, sizes)
     theirs = ("transformers float32", "transformers bfloat16")
     ours = ("float32", "INT8", "INT4")
     assert [*rows] == [f"model, {mine}, {peer}" for peer in theirs for mine in ours]
@@ -246,7 +300,7 @@ def test_the_combined_table(time, monkeypatch):
     """The first row makes 2, 4 and 1 tokens a second in its turns, the next ones 8 and 4."""
     seconds = {"a": [4.0, 2.0, 8.0], "b": [1.0] * 3, "c": [2.0] * 3}
 
-    def serve_row(row, model, draft, effort):
+    def serve_row(row, model, draft, sizes):
         left = seconds[row.name]
         return Served(
             left.pop(0),
@@ -261,7 +315,7 @@ def test_the_combined_table(time, monkeypatch):
     rows = pair.StackRow("a", {}), pair.StackRow("b", {}), pair.StackRow("c", {}, 16, 8, True)
     monkeypatch.setattr(pair, "STACK", rows)
     monkeypatch.setattr(pair, "serve_row", serve_row)
-    first, second, third = pair.stack(Effort(num_texts=5))
+    first, second, third = pair.stack(Sizes(num_requests=5))
     model = pair.Model.load("tiny", "cpu", torch.float32)
     plain = weight_bytes(model.llama)
     small = pair.Model.load("tiny", "cpu", torch.float32, 8)
@@ -292,17 +346,6 @@ def test_bits(monkeypatch):
     assert [(row["loss"], row["tokens"]) for row in rows] == [(0.0, 6 * 73), (0.25, 6 * 73)]
 
 
-def test_waste():
-    """Two rows of 8 tokens hold 2 and 2, then 3 while the third request waits, and 4."""
-    requests = [random_request(2, count, seed) for seed, count in enumerate((4, 2, 1))]
-    used = memory.memory_use(KVCache(KVSpec(1, 1, 1), 8, 2), requests)
-    assert used == {"texts_in_flight": 1.5, "waste": (12 / 16 + 5 / 8 + 4 / 8) / 3}
-    cache = PagedCache(KVSpec(1, 1, 1), 8, 4)
-    seq, _ = cache.open(())
-    cache.extend([(seq, [1] * 9)])
-    assert memory.wasted_share(cache, [SimpleNamespace(seq=seq)]) == 0.25
-
-
 def test_phases(capsys):
     events = [("verify", 3e6, 1e6), ("draft", 1e6, 2e6), ("aten::mm", 9e6, 9e6)]
     trace = SimpleNamespace(
@@ -318,7 +361,7 @@ def test_phases(capsys):
 
 # ---- A GPU's
 
-SCALE = replace(gpu_parts.QUICK, count=15, repeats=5)  # 15 tokens are rounds of 3, and of 5
+SCALE = replace(QUICK, count=15, repeats=5)  # 15 tokens are rounds of 3, and of 5
 TINY = SHAPES["tiny"]
 # Those of a prompt, and of the gate and up product:
 ATTENTION_BYTES = 2 * SCALE.prompt * TINY.num_key_value_heads * TINY.head_dim * 4
@@ -366,15 +409,15 @@ def test_gpu_rows(key, time, monkeypatch):
     monkeypatch.setattr(gpu_cases, "profile", Profile)
     monkeypatch.setattr(gpu_cases, "driver_facts", lambda: "facts")
     made = peers.Made([7] * 5, 1.0, 17.0)
-    monkeypatch.setattr(gpu_peers, "random_transformers", lambda scale: None)
+    monkeypatch.setattr(gpu_peers, "random_transformers", lambda sizes: None)
     monkeypatch.setattr(gpu_peers, "transformers_text", lambda *args: made)
     time_passes(time, lambda llama: 0.5 if llama.config.intermediate_size == 32 else 2.0)
     if case in ("machine", "kernels"):
         time.is_late = False  # a CPU does not wait
         for owner, name in ((torch, "mm"), (Ops, "attend"), (Ops, "linear")):
             time.times(owner, name, lambda *args: 2.0)
-    scale = replace(SCALE, draft="draft", bandwidth=bandwidth)
-    row = gpu_cases.CASES[case].row(scale, *key)
+    sizes = replace(SCALE, draft="draft", bandwidth=bandwidth)
+    row = gpu_cases.CASES[case].row(sizes, *key)
     assert row[: len(cells)] == cells
 
 
@@ -389,7 +432,7 @@ def test_their_attention_is_causal_where_it_is_a_prompts(monkeypatch):
         seen.append((out[:, :, 0] - v[:, :, 0].repeat_interleave(2, 1)).abs().max().item())
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", observed)
-    monkeypatch.setattr(gpu_peers, "stopwatch", lambda run, scale: run)
+    monkeypatch.setattr(gpu_peers, "stopwatch", lambda run, sizes: run)
     for shape in ((1, SCALE.prompt), (4, 1)):
         gpu_peers.sdpa("FLASH_ATTENTION", SCALE, *shape)()
     assert seen[0] < 1e-6 < 0.1 < seen[1]
@@ -398,50 +441,10 @@ def test_their_attention_is_causal_where_it_is_a_prompts(monkeypatch):
 # ---- What is wrong
 
 
-class Known:
-    """A model whose output is known: launched, and as a replay of other tokens' recording."""
-
-    config = SimpleNamespace(vocab_size=9)
-    device = torch.device("cpu")
-
-    def __init__(self, launched, replayed):
-        self.launched = launched
-        self.replayed = replayed
-        self.recorded = None
-
-    def kv_spec(self, bits):
-        return KVSpec(1, 2, 16, bits=bits)
-
-    def forward(self, tokens, metadata, wanted):
-        return torch.full((len(tokens), 3), self.launched)
-
-    def __call__(self, tokens, metadata):
-        if self.recorded is None:
-            self.recorded = tokens
-        is_stale = torch.equal(self.recorded, tokens)
-        return torch.full((len(tokens), 3), 9.0 if is_stale else self.replayed)
-
-
-def test_a_step_is_right_up_to_what_rounding_and_a_grid_leave(monkeypatch):
-    """2.5e-2 + √(2.5e-2 · 0.03) = 5.2e-2, of keys in 8 bits."""
-    for replayed, verdict in ((1.05, "ok"), (1.055, "WRONG")):
-        pair = Known(1.03, replayed), Known(1.0, None)
-        monkeypatch.setattr(smoke, "model_pair", lambda *key: pair)
-        row = smoke.step_row(gpu_parts.QUICK, "16 bits", "8", torch.bfloat16, 9, "1 x 8")
-        assert row == [f"3.0e-02 {replayed - 1:.1e}", "5.2e-02", verdict]
-
-
-def test_another_coin_is_wrong(monkeypatch):
-    ops = Ops()
-    ops.pick = lambda probs, streams: Ops.pick(ops, probs, streams + 1)
-    monkeypatch.setattr(smoke, "checked_ops", lambda scale: ops)
-    assert smoke.sampling_row(gpu_parts.QUICK, "no filter", 3)[-1] == "WRONG"
-
-
 def test_a_wrong_row_is_the_commands_status(monkeypatch, tmp_path):
     """An error, too."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for cells, status in ((["ok"], 0), (["WRONG"], 1), ([], 1)):
-        case = gpu_cases.Case(("a", "b"), lambda scale: [("x",), ("y",)], lambda *key: [cells[0]])
+        case = gpu_cases.Case(("a", "b"), lambda sizes: [("x",), ("y",)], lambda *key: [cells[0]])
         monkeypatch.setitem(gpu_cases.CASES, "decode", case)
         assert bench.main(["--gpu", "decode", "--quick"]) == status

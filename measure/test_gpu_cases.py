@@ -1,4 +1,4 @@
-"""The GPU cases on toy shapes; on a GPU, the texts of the embedded model are those of the CPU."""
+"""The GPU cases on toy shapes."""
 
 import json
 from dataclasses import replace
@@ -8,30 +8,29 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from checkpoint.weights import weight_bytes
 from kvcache import KVSpec
 from measure import gpu_cases, gpu_parts, gpu_peers
-from measure.gpu_parts import QUICK, SHAPES, Scale, random_engine, random_model, stopwatch
+from measure.gpu_parts import SHAPES, random_engine, random_model, stopwatch
 from measure.serving import random_request
-from model import Llama, weight_bytes
-
-SLOW = ("texts", "smoke")  # test_smoke.py has them
-
-
-OTHERS = sorted(gpu_cases.CASES.keys() - {"decode", *SLOW})  # which .ci/run asks for
-AT_CI = [pytest.param(name, marks=pytest.mark.gpu_interpreter) for name in OTHERS]
+from measure.sizes import QUICK, Sizes
+from model import Llama
 
 
-@pytest.mark.parametrize("name", ["decode", *AT_CI])
+@pytest.mark.parametrize("name", ["decode", pytest.param("all", marks=pytest.mark.gpu)])
 @torch.inference_mode()
 def test_each_case_runs_and_fills_its_columns(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     stored = []
-    results = gpu_cases.run_case(name, True, lambda found: stored.append(json.dumps(found["gpu"])))
-    case = results["gpu"][name]
-    assert len(stored) == len(case["rows"]) > 0
-    assert {len(row) for row in case["rows"]} == {len(case["headers"])}
-    assert all(isinstance(cell, str) for row in case["rows"] for cell in row)
-    assert json.loads(stored[0])[name]["rows"] == case["rows"][:1]
+    results = gpu_cases.run_cases(name, True, lambda found: stored.append(json.dumps(found["gpu"])))
+    cases = results["gpu"]
+    assert [*cases] == ([*gpu_cases.CASES] if name == "all" else [name])
+    assert len(stored) == sum(len(case["rows"]) for case in cases.values())
+    ((first, case),) = json.loads(stored[0]).items()
+    assert case["rows"] == cases[first]["rows"][:1]
+    for case in cases.values():
+        assert {len(row) for row in case["rows"]} == {len(case["headers"])}
+        assert all(isinstance(cell, str) for row in case["rows"] for cell in row)
 
 
 @pytest.mark.parametrize("alpha", [0.5, 0.9])
@@ -58,7 +57,7 @@ def test_acceptance_in_the_production_loop_is_the_coins():
 
 @torch.inference_mode()
 def test_our_attention_reads_as_many_keys_as_the_peers():
-    """Those of `gpu_peers.sdpa`: of each text all tokens of scale.prompt."""
+    """Those of `gpu_peers.sdpa`: of each text all tokens of sizes.prompt."""
     c = SHAPES["tiny"]
     token = KVSpec(1, c.num_key_value_heads, c.head_dim, dtype=QUICK.dtype).bytes(1)
     for num_texts, count in ((1, QUICK.prompt), (4, 1)):
@@ -79,15 +78,15 @@ def test_random_models_are_finite_and_as_large_as_their_bits():
 @torch.inference_mode()
 def test_a_cpu_speculates_in_few_bits(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(gpu_cases, "ON_CPU", replace(QUICK, pairs=(("INT4", "INT8"),)))
+    monkeypatch.setattr(gpu_cases, "CPU_SIZES", replace(QUICK, pairs=(("INT4", "INT8"),)))
     loaded = []
 
-    def random_model(name, way, scale):
+    def random_model(name, way, sizes):
         loaded.append(way)
-        return gpu_parts.random_model(name, way, scale)
+        return gpu_parts.random_model(name, way, sizes)
 
     monkeypatch.setattr(gpu_cases, "random_model", random_model)
-    results = gpu_cases.run_case("speculation", False, lambda found: None)
+    results = gpu_cases.run_cases("speculation", False, lambda found: None)
     ((name, *gains),) = results["gpu"]["speculation"]["rows"]
     assert name == "INT4, INT8, 0.7" and loaded == ["INT4", "INT8"]
     assert all(float(gain) > 0 for gain in gains)
@@ -109,9 +108,9 @@ def test_a_stream_is_timed_after_a_turn_that_warms_up(monkeypatch):
         asked.append([(len(r.tokens), r.settings.max_tokens, r.settings.gamma) for r in requests])
         return served.pop(0)
 
-    monkeypatch.setattr(gpu_parts, "serve_at_once", serve)
-    scale = Scale(context=7, count=5, turns=3)
-    assert gpu_parts.stream_seconds(None, scale, 2) == 2.0
+    monkeypatch.setattr(gpu_parts, "serve", serve)
+    sizes = Sizes(context=7, count=5, turns=3)
+    assert gpu_parts.stream_seconds(None, sizes, 2) == 2.0
     assert asked == [[(7, 5, 2)]] * 4
 
 
@@ -120,16 +119,16 @@ def test_on_a_gpu_a_recording_is_timed(monkeypatch):
     calls = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(graphs, "record", lambda run: lambda: calls.append("replay"))
-    scale = Scale(repeats=2)
-    stopwatch(lambda: calls.append("run"), scale)()
+    sizes = Sizes(repeats=2)
+    stopwatch(lambda: calls.append("run"), sizes)()
     assert calls[0] == "run" and set(calls[1:]) == {"replay"}
 
 
 def test_a_text_is_a_first_token_and_whole_looks():
     """The prompt's step makes the first one; then no look of the host is for less than it may."""
     gpu = pytest.importorskip("gpu.graphs", exc_type=ImportError) and pytest.importorskip("gpu")
-    for scale in (Scale(), QUICK):
-        assert (scale.count - 1) % gpu.GPU.multi_step == 0
+    for sizes in (Sizes(), QUICK):
+        assert (sizes.count - 1) % gpu.GPU.multi_step == 0
 
 
 def test_a_peer_takes_turns_with_ours_and_one_that_is_not_there_is_named(monkeypatch):
@@ -137,26 +136,20 @@ def test_a_peer_takes_turns_with_ours_and_one_that_is_not_there_is_named(monkeyp
     our_times = iter([2.0, 1.0, 4.0])
     asked = []
 
-    def rival(scale, *key):
+    def rival(sizes, *key):
         asked.append(key)
         return lambda: next(times)
 
     monkeypatch.setitem(gpu_peers.RIVALS, "cuBLAS", rival)
     monkeypatch.setattr(gpu_peers, "our_seconds", lambda *key: lambda: next(our_times))
-    row = gpu_peers.peer_row(Scale(turns=3), "cuBLAS", 8)
+    row = gpu_peers.peer_row(Sizes(turns=3), "cuBLAS", 8)
     assert (row, asked) == (["6000", "2000", "2.00"], [(8,)])
-    monkeypatch.setitem(gpu_peers.RIVALS, "cuBLAS", lambda scale, rows: 1 / 0)
+    monkeypatch.setitem(gpu_peers.RIVALS, "cuBLAS", lambda sizes, rows: 1 / 0)
     assert (
-        gpu_peers.peer_row(Scale(), "cuBLAS", 8)[-1] == "none: ZeroDivisionError division by zero"
+        gpu_peers.peer_row(Sizes(), "cuBLAS", 8)[-1] == "none: ZeroDivisionError division by zero"
     )
 
 
 def test_all_peers_of_a_gpu_are_asked():
-    names = {name for name, *_ in gpu_peers.peer_keys(Scale())}
+    names = {name for name, *_ in gpu_peers.peer_keys(Sizes())}
     assert names >= {*gpu_peers.RIVALS, "FLASH_ATTENTION", "CUDNN_ATTENTION"}
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_greedy_texts_on_a_gpu_are_the_cpus():
-    results = gpu_cases.run_case("texts", False, lambda found: None)
-    assert gpu_cases.wrong_rows(results) == []

@@ -1,24 +1,15 @@
-"""Bytes of caches and weights, and memory that is wasted; lengths of requests."""
+"""Bytes of caches and weights; lengths of requests."""
 
-from copy import deepcopy
 from dataclasses import replace
 
 from checkpoint.formats import Quantization
+from checkpoint.weights import weight_bytes
 from kvcache import KVCache, KVSpec
-from measure import memory, serving
-from measure.effort import Effort
+from measure import serving
 from measure.gpu_parts import SHAPES
-from measure.serving import log_spread, random_request
-from model import Llama, weight_bytes
+from measure.serving import log_spread
+from model import Llama
 from paged import PagedCache
-
-
-def test_texts_that_begin_alike_share_no_block_where_waste_is_measured(monkeypatch):
-    """The last ones wait for memory, while the first one still runs."""
-    alike = [random_request(900, num_tokens, 1) for num_tokens in (100, *[10] * 9)]
-    monkeypatch.setattr(memory, "mixed_requests", lambda count: deepcopy(alike))
-    *_, blocks_of_one = memory.waste(Effort())
-    assert blocks_of_one["waste"] == 0
 
 
 def test_bytes_in_use_are_live_blocks():

@@ -1,41 +1,49 @@
-"""A pretended clock, and a pretended GPU: tensors that say they are on cuda:0, with their numbers
-on the CPU.
-
-The clock moves only by the seconds that a test gives to work, so that every figure is known.
+"""The whole program as on a GPU, where there is none: the CPU's texts, no tensor of the host there,
+one wait a step. And the contract there.
 
 Most first runs on a GPU fail for reasons that no kernel's test sees: a host tensor among device
 tensors, a number sent to the host during a recording, an argument that changes while a graph still
-uses it. Here the whole program runs as it would on a GPU:
+uses it. So tensors here say that they are on cuda:0, and have their numbers on the CPU:
 
     an operation on device tensors   runs on the CPU, and fails if a host tensor is among them
                                      (scalars may be)
-    a Triton kernel                  runs in Triton's interpreter (or where else a launch goes here:
-                                     .ci/emulator.py), and fails likewise
+    a Triton kernel                  runs in Triton's interpreter, and fails likewise
     a recording (gpu/graphs.py)      is the list of its launches with their arguments; a wait in
                                      it fails, and so does a copy from the host, which a replay
                                      would not repeat with new numbers
     a wait                           is noted: the function in which the host asked for numbers
 
-Invariant: numbers are those of the CPU's operations and the interpreter's kernels. Not covered:
-streams, free memory, times; bfloat16, which Triton's interpreter multiplies as whole numbers.
+Numbers are those of the CPU's operations and the interpreter's kernels. Not covered: streams, free
+memory, times; bfloat16, which Triton's interpreter multiplies as whole numbers.
 """
 
+import io
+import json
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
+
+pytest.importorskip("triton", reason="Triton exists for Linux only")
+from app.cli import main
+from gpu import fused, graphs
+from runner import ModelRunner
+from testing.folders import write_model
+from testing.programs import program
+
+pytestmark = pytest.mark.gpu
 
 HERE = torch.device("cpu")
 OPS = torch.ops.aten
@@ -49,75 +57,24 @@ C10_REGISTER_GUARD_IMPL(CUDA, c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CU
 }"""
 
 
-class Clock:
-    """Stands in for time.perf_counter. is_late: as on a GPU, work takes no time until the host
-    waits for it, because it asks for a number."""
-
-    def __init__(self, patch: Any):
-        self.patch = patch  # pytest's monkeypatch
-        self.is_late = False
-        self.now = 0.0
-        self.queued = 0.0  # seconds of work that the host has not waited for
-        patch.setattr(time, "perf_counter", lambda: self.now)
-        patch.setattr(torch.cuda, "synchronize", self.wait)
-        for name in ("item", "tolist"):
-            ask = getattr(Tensor, name)
-            patch.setattr(Tensor, name, lambda x, ask=ask: (self.wait(), ask(x))[1])
-
-    def wait(self) -> None:
-        self.now += self.queued
-        self.queued = 0.0
-
-    def work(self, seconds: float) -> None:
-        self.queued += seconds
-        if not self.is_late:
-            self.wait()
-
-    def times(self, owner: Any, name: str, seconds: Callable[..., float]) -> None:
-        """Let each call of owner.name take `seconds` of its arguments."""
-        does = getattr(owner, name)
-
-        def run(*args: Any, **options: Any) -> Any:
-            self.work(seconds(*args, **options))
-            return does(*args, **options)
-
-        self.patch.setattr(owner, name, run)
-
-
 def build_device() -> None:
-    """Make PyTorch's CPU build accept cuda devices: once in a process, before the pages that
-    compute are imported.
-
-    inference_mode becomes no_grad. RuntimeError if this machine or build does not allow it.
-    """
-    import torch._dynamo  # before inference_mode changes
-
+    """Make PyTorch's CPU build accept cuda devices: once in a process. RuntimeError if this machine
+    or build does not allow it."""
     if torch.backends.cuda.is_built() or shutil.which("g++") is None:
         raise RuntimeError(
             "no device: this needs g++ and PyTorch's CPU build, which asks no driver for devices"
         )
     root = Path(torch.__file__).parent
     with tempfile.TemporaryDirectory() as folder:
-        source, library = Path(folder, "guard.cpp"), Path(folder, "guard.so")
+        source = Path(folder, "guard.cpp")
+        library = Path(folder, "guard.so")
         source.write_text(GUARD)
-        command = [
-            "g++",
-            "-std=c++20",
-            "-shared",
-            "-fPIC",
-            f"-I{root}/include",
-            source,
-            "-o",
-            library,
-            f"-L{root}/lib",
-        ]
-        made = subprocess.run([*command, "-lc10"], capture_output=True, text=True)
+        command = ["g++", "-std=c++20", "-shared", "-fPIC", source, "-o", library]
+        command += [f"-I{root}/include", f"-L{root}/lib", "-lc10"]
+        made = subprocess.run(command, capture_output=True, text=True)
         if made.returncode:
             raise RuntimeError(f"no device: {made.stderr[:300]}")
         torch.ops.load_library(library)
-    torch.inference_mode = lambda mode=True: (
-        torch.no_grad()
-    )  # tensors of inference_mode cannot be wrapped
 
 
 class There(Tensor):
@@ -295,8 +252,6 @@ CUDA = dict(
 def pretended() -> Iterator[list[str]]:
     """Within this context torch.device("cuda") exists -> a list of the functions in which the host
     waited, in order."""
-    from gpu import fused, graphs
-
     device = Device()
     kernels = type(fused._swiglu)
     launch = kernels.run
@@ -344,3 +299,153 @@ def pretended() -> Iterator[list[str]]:
         changed.callback(PRESENT.pop)
         changed.enter_context(device)
         yield device.waits
+
+
+# ---- The program ---------------------------------------------------------------------------------
+
+SHAPE = dict(
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=16,
+)
+DRAFTS = ["--draft", "DRAFT", "--gamma", "2"]
+CASES = {
+    "greedy, in rows": ["--temperature", "0", "--kv", "contiguous"],
+    "several": ["--n", "2", "--kv-bits", "8/4"],
+    "n-grams": ["--draft", "ngram", "--gamma", "2"],
+    "drafts": ["--temperature", "0.8", "--top-p", "0.9", "--min-p", "0.01", *DRAFTS],
+    "INT8, coupled": ["--bits", "8", "--kv-bits", "8", *DRAFTS, "--verify", "coupled"],
+    "FP8": ["--bits", "fp8"],
+    "INT4": ["--bits", "4"],
+    "NF4": ["--bits", "nf4"],
+    "its own draft": ["--draft", "self", "--gamma", "2", "--kv-bits", "4"],
+    "float64": ["--dtype", "float64"],
+}
+ONCE = {"_run", "_verify", "_decode_multi_step"}  # a step
+OTHERS = {"draft", "feed"}  # where a draft has much to read
+
+
+def text(device: str, arguments: list[str]) -> str:
+    """What the program prints."""
+    flags = ["--device", device, "--max-tokens", "6", "--seed", "3"]
+    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8") for _ in range(2))
+    with redirect_stdout(out), redirect_stderr(err):
+        status = main([*flags, *arguments, "hello hello hello"])
+    assert status == 0, err.seek(0) or err.read()
+    out.seek(0)
+    return out.read()
+
+
+def runs() -> dict[str, Any]:
+    """Each case: [is it the CPU's text (or an error), where it waited, for how many steps]."""
+    found = {}
+    steps = []
+    step = ModelRunner.step
+
+    def counted(self: ModelRunner, scheduled: Any) -> Any:
+        if not steps and PRESENT:
+            PRESENT[-1].waits.clear()  # those of loading
+        steps.append(scheduled)
+        return step(self, scheduled)
+
+    ModelRunner.step = counted
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        target = str(write_model(Path(folder, "a"), **SHAPE))
+        draft = str(write_model(Path(folder, "b"), seed=3, **SHAPE))
+        for name, arguments in CASES.items():
+            flags = ["--target", target]
+            if "--dtype" not in arguments:
+                flags += ["--dtype", "float32"]
+            flags += [draft if word == "DRAFT" else word for word in arguments]
+            wanted = text("cpu", flags)
+            steps.clear()
+            with pretended() as waits:
+                try:
+                    same: bool | str = text("cuda", flags) == wanted
+                except RuntimeError as error:  # this case's: the others go on
+                    same = str(error)
+                found[name] = [same, waits, len(steps)]
+    return found
+
+
+def wrong() -> list[str]:
+    """What is done to tensors there as one must not -> what is said of it."""
+    said = []
+    with pretended() as waits:
+        x = torch.arange(3, device="cuda")
+        record = PRESENT[-1].record
+        mistakes = (
+            lambda: x + torch.ones(3),
+            lambda: torch.cat((x, torch.tensor([1]))),
+            lambda: record(lambda: (x + 1).tolist()),
+            lambda: record(lambda: x.copy_(torch.ones(3))),
+            lambda: record(lambda: torch.ones(3).to("cuda")),
+            lambda: record(lambda: torch.tensor([1], device="cuda")),
+        )
+        for mistake in mistakes:
+            with pytest.raises(RuntimeError) as error:
+                mistake()
+            said.append(str(error.value))
+        assert (x + torch.tensor(1)).sum().item() == 6
+        assert x[x > 1].cpu().tolist() == [2]
+        assert waits == ["<module>"] * 3  # of this page no function is named
+        replay = record(lambda: x.add_(1))
+        replay()
+        assert x.tolist() == [2, 3, 4]
+    return said
+
+
+def contract() -> int:
+    """The status of the contract's tests there."""
+    with pretended():
+        return int(pytest.main(["-q", "-x", "-m", "gpu", "gpu/test_contract.py"]))
+
+
+CODE = """
+import json, torch, torch._dynamo
+# Tensors of inference_mode cannot be wrapped: before the pages that compute are imported.
+torch.inference_mode = lambda mode=True: torch.no_grad()
+from gpu import test_pretend as page
+page.build_device()
+print(json.dumps({}))
+"""
+
+
+def found_there(wanted: str) -> Any:
+    """What functions of this page return, in a process of their own."""
+    done = program("-c", CODE.format(wanted))
+    if "RuntimeError: no device" in done.stderr:
+        pytest.skip(done.stderr.splitlines()[-1])
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def observed() -> Any:
+    """The runs; and what is said of mistakes."""
+    return found_there("[page.runs(), page.wrong()]")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_program_as_on_a_gpu(name, observed):
+    same, waits, steps = observed[0][name]
+    assert same is True
+    assert sum(waits.count(wait) for wait in ONCE) == steps > 1
+    assert set(waits) <= ONCE | OTHERS
+    if name in ("greedy, in rows", "float64"):
+        assert steps == 3  # a prompt, four tokens ahead, one
+
+
+def test_what_would_fail_there_fails_here(observed):
+    said = observed[1]
+    assert all("on the host" in error for error in said[:2])
+    assert "waits for the device" in said[2]
+    assert all("copies from the host" in error for error in said[3:]) and len(said) == 6
+
+
+def test_the_contract_is_kept_there():
+    assert found_there("page.contract()") == 0
