@@ -22,7 +22,7 @@ from testing.folders import CHATML, write_model
 TIMES = int(os.environ.get("TEST_TIMES", "1"))
 hypothesis.settings.register_profile(
     "tests",
-    max_examples=15 * TIMES,
+    max_examples=10 * TIMES,
     deadline=None,
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
