@@ -605,7 +605,7 @@ def test_what_does_not_go_together_is_refused_before_memory_is_asked_for(model):
         (dict(kv_bits=5), "kv_bits is 5"),
         (dict(kv_memory=float("inf")), "is inf bytes, and"),
         (dict(kv_memory=1e308), r"1e\+308 bytes, and .* are free"),
-        (dict(kv_memory=float("nan")), "memory for keys and values is nan"),
+        (dict(kv_memory=float("nan")), "kv_memory is nan: it must be a share of"),
         (dict(kv="contiguous", max_batch=10**12), "for keys and values is .* smaller --max-batch"),
     ):
         with pytest.raises(UserError, match=says):
