@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 class EagleHead(Weights):
     """One layer, with an input of its own, and a smaller vocabulary."""
 
-    rope = Llama.rope
+    rope = Llama.rope  # with the head's own frequencies
 
     def __init__(
         self,
@@ -83,10 +83,12 @@ class EagleHead(Weights):
         self.fc = self.linear("fc", C, n * config.target_hidden_size)
         (layer,) = self.layers
         layer.qkv = self.linear("qkv", c.query_size + 2 * c.kv_size, 2 * C, c.qkv_bias)
-        # An embedding of its own is of the target's vocabulary, whole, and never quantized.
-        num_rows = target.config.vocab_size if config.has_embedding else 0
+        self.outside = ["fc", "head"]
+        num_rows = 0  # of an embedding of its own: the target's vocabulary, whole, never quantized
+        if config.has_embedding:
+            self.outside.append("embed")
+            num_rows = target.config.vocab_size
         self.embed = Linear(self.empty(num_rows, C))
-        self.outside = ["fc", "head", *["embed"] * config.has_embedding]
         self.hidden_norm = self.empty(C)
         self.feature_norms = {}  # before `fc`
         for name, size in config.feature_norms(n).items():

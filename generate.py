@@ -344,7 +344,7 @@ class PlainLoop:
         self.waiting: list[Request] = []
         self.running: dict[Request, Iterator[int]] = {}
 
-    def add(self, request: Request) -> None:
+    def check(self, request: Request) -> None:
         settings = request.settings
         if (
             settings.follows
@@ -355,6 +355,9 @@ class PlainLoop:
                 "without a cache there are no grammars and no logprobs: leave out --no-cache, or "
                 "--schema, --regex, --choice, --grammar, --logprobs and --prompt-logprobs"
             )
+
+    def add(self, request: Request) -> None:
+        self.check(request)
         request.arrived = time.perf_counter()
         self.waiting.append(request)
 

@@ -34,7 +34,6 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -43,9 +42,8 @@ from torch import Tensor
 from checkpoint.load import load_llama
 from checkpoint.weights import Layer, Weights
 from errors import UserError
-from kernels import Ops
 from kvcache import AttentionMetadata, KVSpec
-from quant import Bits, Kind
+from quant import Bits
 from settings import check_known
 
 Rope = tuple[Tensor, Tensor]  # cos and sin of the positions of a step: [T, 1, D / 2] each
@@ -60,7 +58,10 @@ class Features(NamedTuple):
 
 class Llama(Weights):
     """`llama(tokens, metadata, logits_indices)` -> logits. Without metadata the tokens are one
-    sequence, and there is no cache."""
+    sequence, and there is no cache. Its weights are made, named and packed in
+    checkpoint/weights.py."""
+
+    load = classmethod(load_llama)  # checkpoint/load.py
 
     def __call__(
         self,
@@ -174,19 +175,6 @@ class Llama(Weights):
         c = self.config
         rows = 2 * (c.query_size + c.kv_size) + 3 * c.intermediate_size
         return c.hidden_size * rows // (2 * c.query_size)
-
-    @classmethod
-    def load(
-        cls,
-        name: str | Path,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        trainable: bool = False,
-        bits: Kind = 16,
-        ops: Ops | None = None,
-    ) -> Llama:
-        """A model from an alias, a Hub id, a folder or a GGUF: see `checkpoint.load.load_llama`."""
-        return load_llama(cls, name, device, dtype, trainable, bits, ops)
 
 
 @torch.inference_mode()

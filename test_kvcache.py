@@ -19,6 +19,7 @@ from kvcache import (
     KVSpec,
     SequenceSlice,
     Store,
+    check_free,
     stored_parts,
 )
 from model import Llama
@@ -430,3 +431,10 @@ def test_a_store_changes_its_slots_alone_and_reads_them(empty_kv, kind, heads, h
     assert store.read(0, every[:1], torch.float64).dtype == torch.float64
     doubled = store.decode(store.encode(2 * x), torch.float32)
     assert torch.equal(store.read(1, every[3:8], torch.float32), doubled[3:8])
+
+
+def test_all_free_memory_may_be_asked_for_and_no_more(monkeypatch):
+    monkeypatch.setattr("kvcache.free_memory", lambda device: 100)
+    check_free(100, CPU)
+    with pytest.raises(UserError, match="101 bytes, and 100 are free"):
+        check_free(101, CPU)

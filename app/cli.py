@@ -209,12 +209,10 @@ def load(args: argparse.Namespace, device: torch.device) -> tuple[Model, Draft |
     return model, load_draft(args.draft, model, dtype, args.draft_bits)
 
 
-def start(
-    args: argparse.Namespace, model: Model, draft: Draft | None, max_len: int, max_batch: int
-) -> Engine:
-    """The engine; messages say what runs."""
-    options = replace(flagged(Options, args), max_len=max_len, max_batch=max_batch)
-    engine = Engine(model, draft, options)
+def start(args: argparse.Namespace, model: Model, draft: Draft | None, **chosen: int) -> Engine:
+    """The engine, as the flags say, but for the options that are chosen here; messages say what
+    runs."""
+    engine = Engine(model, draft, replace(flagged(Options, args), **chosen))
     llamas = [model.llama, *(draft.models if draft else ())]
     say(describe((args.target, args.draft), llamas))
     say(engine.describe())
@@ -224,10 +222,9 @@ def start(
 def start_for_any(
     args: argparse.Namespace, model: Model, draft: Draft | None, max_batch: int
 ) -> tuple[Engine, int]:
-    """The engine for texts that are not known yet, and the most tokens that one may have."""
-    limit = model.max_total_tokens(flagged(Options, args))
-    engine = start(args, model, draft, limit, max_batch)
-    return engine, min(limit, engine.max_len)
+    """The engine, and the most tokens that a text may have."""
+    engine = start(args, model, draft)
+    return engine, engine.max_len
 
 
 def one_prompt(
@@ -237,7 +234,7 @@ def one_prompt(
     first = model.request(prompt, settings, flagged(Options, args), args.system, args.use_template)
     length = max(2, first.num_prompt_tokens + first.num_remaining)
     max_batch = min(args.n, args.max_batch) if args.json and args.use_cache is not False else 1
-    engine = start(args, model, draft, length, max_batch)
+    engine = start(args, model, draft, max_len=length, max_batch=max_batch)
     streams = [output_stream(args, model, first, prompt)]
     for i in range(1, args.n):
         streams.append(output_stream(args, model, first.sibling_text(i), prompt, i))
@@ -261,7 +258,7 @@ def many_prompts(
 
     -> 1 if a line was bad, else 0
     """
-    engine, longest = start_for_any(args, model, draft, args.max_batch)
+    engine = start(args, model, draft)
 
     def check(request: Request) -> None:
         if args.draft is None and request.settings.gamma is not None:
@@ -269,7 +266,8 @@ def many_prompts(
         engine.batcher.check(request)
 
     texts = text.removeprefix("\ufeff").split("\n")  # a text may hold other line ends
-    how = (model, settings, Options(max_len=longest), args.system, args.use_template, check)
+    options = Options(max_len=engine.max_len)
+    how = (model, settings, options, args.system, args.use_template, check)
     lines = [*read_requests(texts, *how)]
     streams = []
     for index, line in enumerate(lines):
@@ -314,7 +312,8 @@ def print_error(line: Line, index: int) -> None:
 
 def chat(args: argparse.Namespace, settings: Settings, model: Model, draft: Draft | None) -> int:
     """Chat at a terminal. The paged cache holds earlier turns, so they are not read again."""
-    engine, longest = start_for_any(args, model, draft, 1)
+    engine = start(args, model, draft, max_batch=1)
+    longest = engine.max_len
     talk = Conversation(model.uses_template(args.use_template), args.system)
     settings, temperature = chat_settings(settings, model.recommended)
     edit_lines()

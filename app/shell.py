@@ -11,13 +11,13 @@ PyTorch or Python too, is a bug and keeps its traceback.
 """
 
 import argparse
-import fcntl
 import os
 import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -44,10 +44,8 @@ def begin() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.stdout is None:
         sys.exit(refuse("standard output is closed: open it, or send it to /dev/null"))
-    if sys.stdin is None:
-        sys.stdin = open(os.devnull, encoding="utf-8")
-    if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w", encoding="utf-8")
+    sys.stdin = sys.stdin or nowhere()
+    sys.stderr = sys.stderr or nowhere()
     sys.stdout.reconfigure(errors="replace")
     warnings.showwarning = show_warning
 
@@ -57,7 +55,7 @@ def say(message: str) -> None:
     try:
         print(message, file=sys.stderr, flush=True)
     except OSError:
-        discard(sys.stderr)
+        sys.stderr = nowhere()
 
 
 def show_warning(message: Warning | str, *details: Any) -> None:
@@ -73,9 +71,9 @@ def write(text: str) -> None:
         raise OSError(error.errno, error.strerror, "standard output") from None
 
 
-def discard(stream: IO[str]) -> None:
-    """Make a stream that fails /dev/null, which also takes the text in Python's buffer."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+def nowhere() -> IO[str]:
+    """A stream in the place of one that is closed, or that fails."""
+    return open(os.devnull, "r+", encoding="utf-8")
 
 
 # ---- Mistakes and exit status ------------------------------------------------------------------
@@ -142,7 +140,7 @@ def status(
         try:
             sys.stdout.flush()
         except OSError:
-            discard(sys.stdout)
+            sys.stdout = nowhere()
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -170,13 +168,6 @@ def number_or_word(text: str) -> float | str:
     return text
 
 
-class Help(argparse.RawDescriptionHelpFormatter):
-    """Room for a flag and its value in one line with its help."""
-
-    def __init__(self, prog: str):
-        super().__init__(prog, max_help_position=30)
-
-
 class Parser(argparse.ArgumentParser):
     """Refuses in one line; no flag may be abbreviated. examples: lines after the flags."""
 
@@ -185,7 +176,7 @@ class Parser(argparse.ArgumentParser):
             prog=prog,
             description=description,
             epilog=examples,
-            formatter_class=Help,
+            formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=30),
             allow_abbrev=False,
         )
 
@@ -211,14 +202,6 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         sys.exit(refuse(f"{message} (see --help)"))
 
-    def flags(self, args: argparse.Namespace) -> dict[str, str]:
-        """The program, and the values of all its flags, as texts."""
-        values = {"program": self.prog}
-        for flag, action in self._option_string_actions.items():
-            if hasattr(args, action.dest):
-                values[flag] = str(getattr(args, action.dest))
-        return values
-
     def empty(self, args: argparse.Namespace) -> None:
         """Refuse flags of no value, as "$MODEL" is where nobody has set it."""
         for name, value in vars(args).items():
@@ -240,23 +223,3 @@ def check_folder(path: Path) -> None:
         raise UserError(
             f"{path} is not a folder, or cannot be written: name one of yours, or a new one in it"
         )
-
-
-@contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Hold a folder. UserError if another program holds it. (A file system without locks lets all
-    in.)"""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        raise UserError(
-            f"{folder} is written by another program now: wait for its end, or name another --out"
-        ) from None
-    except OSError:
-        pass
-    try:
-        yield
-    finally:
-        os.close(handle)

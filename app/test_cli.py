@@ -308,6 +308,15 @@ def test_results_go_to_a_file_and_what_was_there_stays_after_a_mistake(base, cap
     assert schema.read_text() == '{"type": "object"}'
 
 
+def test_lines_are_served_without_a_cache_too(base, capsys, tmp_path):
+    lines = [dict(prompt="a"), dict(prompt="b", logprobs=1)]
+    (tmp_path / "prompts").write_text("\n".join(map(json.dumps, lines)))
+    flags = ("--no-cache", "--max-batch", "1", "--max-tokens", "2", "--target", base)
+    status, out, err = run(capsys, "--prompts", tmp_path / "prompts", *flags)
+    results = [json.loads(line) for line in out.splitlines()]
+    assert status == 1 and "no logprobs" in results[0]["error"] and results[1]["tokens"]
+
+
 def test_a_full_disk_is_told_with_the_name_of_the_file(base, capsys, tmp_path):
     out = tmp_path / "results"
     with largest_file(1000):

@@ -52,10 +52,10 @@ HEAD = "lm_head.weight"
 def load_llama(
     cls: type[Llama],
     name: str | Path,
-    device: torch.device | str | None,
-    dtype: torch.dtype | None,
-    trainable: bool,
-    bits: Kind,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    trainable: bool = False,
+    bits: Kind = 16,
     ops: Ops | None = None,
 ) -> Llama:
     """A model from an alias, a Hub id, a folder or a GGUF. FileNotFoundError or UserError: what to

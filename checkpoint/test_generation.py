@@ -31,6 +31,14 @@ def test_settings_without_effect_are_supported():
     config = GenerationConfig({"num_beams": 1, "top_k": 3, "repetition_penalty": 1.2})
     assert config.unsupported() == ["repetition_penalty 1.2"]
     assert GenerationConfig({"num_beams": 4, "min_length": 0}).unsupported() == ["num_beams 4"]
+    harmless = dict(_from_model_config=True, pad_token_id=7, max_length=20, use_cache=True)
+    harmless |= dict(
+        transformers_version="5", chat_format="chatml", penalty_last_n=64, typical_p=1.0
+    )
+    assert GenerationConfig(harmless).unsupported() == []
+    assert len(GenerationConfig(dict(forced_eos_token_id=7, mirostat=1)).unsupported()) == 2
+    many = dict.fromkeys(map(str, range(999)), "x" * 999)
+    assert len("".join(GenerationConfig(many).unsupported())) < 3000
     for name, value in (("exponential_decay_length_penalty", [5, 1.5]), ("new", True)):
         assert GenerationConfig({name: value}).unsupported() == [f"{name} {value}"]
 

@@ -1,23 +1,20 @@
 """A C source becomes a library: compiled once, kept in the user's cache folder, loaded.
 
-    $XDG_CACHE_HOME/llama-native/<hash>-<size>.so      (~/.cache where that is not set)
+    $XDG_CACHE_HOME/llama-native/<hash>.so      (~/.cache where that is not set)
 
 The hash is of the source, the command and the CPU's features: C is compiled for them, and unlike
-machines may share a home folder. A library is compiled under a temporary name in that
-folder, written to the disk, loaded, then renamed: other processes see all of it or nothing.
-Processes that begin at once all compile, and the last rename wins. A library that was cut later
-has not the size in its name: its first use would end the program (SIGBUS), so it is compiled again,
-as is one that cannot be loaded. Whoever can write to the folder can run code here, so it is this
-user's alone.
+machines may share a home folder. A library is made beside its place, and renamed: other processes
+see all of it or nothing. Processes that begin at once all compile, and the last rename wins. A
+library that cannot be loaded is compiled again.
 
     CC             the compiler, with arguments if need be: "ccache gcc". Default: gcc
     LLAMA_MARCH    the CPU to compile for, in place of this one: x86-64-v3 (AVX2), alderlake
                    (AVX-VNNI), skylake-avx512 (no VNNI), icelake-server (no AMX), armv8-a (no dot
                    product). This CPU must be able to run it
 
-Invariant: what is loaded was compiled by this user, from this source, for this CPU.
-Not covered: systems other than Linux and macOS; removing libraries of older sources, or what a
-killed process left.
+Invariant: what is loaded was compiled from this source, for this CPU.
+Not covered: systems other than Linux and macOS; a cache folder to which others can write, who can
+run code here then; removing libraries of older sources, or what a killed process left.
 """
 
 import ctypes
@@ -25,16 +22,11 @@ import hashlib
 import os
 import platform
 import shutil
-import signal
-import stat
 import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from weakref import finalize
-
-TIMEOUT = 120  # seconds for each of the compiler's two steps
 
 
 def compile_library(
@@ -46,12 +38,19 @@ def compile_library(
     command = [*compiler, f"-march={march}"]
     depends = repr((source, command, [*flags], [*linked], cpu_features()))
     name = hashlib.sha256(depends.encode()).hexdigest()[:32]
-    folder = private_folder()
-    for library in folder.glob(f"{name}-*.so"):
-        with suppress(OSError):  # it cannot be loaded
-            if library.name == f"{name}-{library.stat().st_size}.so":
-                return ctypes.CDLL(str(library))
-    return compile_into(folder, name, source, command, flags, linked)
+    folder = cache_folder()
+    library = folder / f"{name}.so"
+    with suppress(OSError):  # there is none, or it cannot be loaded
+        return ctypes.CDLL(str(library))
+    with TemporaryDirectory(prefix="building-", dir=folder) as scratch:
+        unlinked = f"{scratch}/library.o"
+        finished = f"{scratch}/library.so"
+        run_compiler([*command, *flags, "-fPIC", "-x", "c", "-c", "-", "-o", unlinked], source)
+        # Without the flags: -fopenmp would link an OpenMP of the compiler's choice.
+        undefined = ["-undefined", "dynamic_lookup"] if is_mac() else ["-Wl,-z,defs"]
+        run_compiler([*command, "-shared", *undefined, unlinked, *linked, "-o", finished])
+        os.replace(finished, library)
+    return ctypes.CDLL(str(library))
 
 
 def is_mac() -> bool:
@@ -79,76 +78,26 @@ def cpu_features() -> str:
     return ""
 
 
-def private_folder() -> Path:
-    """The cache folder, made if need be. OSError if another user could write there."""
+def cache_folder() -> Path:
+    """The cache folder, made if need be. OSError if it cannot be made."""
     try:
         caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError:
         raise OSError("this user has no home folder: set XDG_CACHE_HOME") from None
     folder = Path(caches, "llama-native")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = folder.stat()
-    others = stat.S_IMODE(status.st_mode) & 0o077
-    if others or status.st_uid != os.geteuid():
-        raise OSError(f"{folder} is not this user's alone: remove it, or set XDG_CACHE_HOME")
     return folder
 
 
-def compile_into(
-    folder: Path,
-    name: str,
-    source: str,
-    command: list[str],
-    flags: Sequence[str],
-    linked: Sequence[str],
-) -> ctypes.CDLL:
-    """The compiled source, loaded, and kept under this name: its file appears at once, complete."""
-    with TemporaryDirectory(prefix="building-", dir=folder) as scratch:
-        unlinked = f"{scratch}/library.o"
-        finished = f"{scratch}/library.so"
-        compile_only = [*command, *flags, "-fPIC", "-x", "c", "-c", "-", "-o", unlinked]
-        run_compiler(compile_only, scratch, source)
-        # Without the flags: -fopenmp would link an OpenMP of the compiler's choice.
-        undefined = ["-undefined", "dynamic_lookup"] if is_mac() else ["-Wl,-z,defs"]
-        link = [*command, "-shared", *undefined, unlinked, *linked, "-o", finished]
-        run_compiler(link, scratch)
-        with open(finished, "rb") as file:
-            os.fsync(file.fileno())  # a full disk may only be told here
-        library = ctypes.CDLL(finished)
-        size = os.stat(finished).st_size
-        os.replace(finished, folder / f"{name}-{size}.so")
-    return library
-
-
-def run_compiler(command: list[str], scratch: str, source: str = "") -> None:
-    """Run a compiler, whose temporary files go to `scratch`. OSError with its first error, in one
-    line; or if it takes too long: then, and after Ctrl-C, the programs that it started end with it.
-    """
+def run_compiler(command: list[str], source: str = "") -> None:
+    """Run a compiler. OSError with its first error, in one line."""
     if shutil.which(command[0]) is None:
         raise OSError(f"no C compiler: there is no {command[0]} (install it, or set CC to another)")
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        env=os.environ | {"LC_ALL": "C", "TMPDIR": scratch},
-        text=True,
-        errors="replace",
-        start_new_session=True,  # a process group of its own
+    english = os.environ | {"LC_ALL": "C"}
+    done = subprocess.run(
+        command, input=source, env=english, capture_output=True, text=True, errors="replace"
     )
-    # Also when the program ends while a thread of it compiles.
-    kill_all = finalize(process, os.killpg, process.pid, signal.SIGKILL)
-    try:
-        _, messages = process.communicate(source, TIMEOUT)
-    except subprocess.TimeoutExpired:
-        raise OSError(f"the C compiler has not ended after {TIMEOUT} seconds") from None
-    finally:
-        if process.returncode is None:
-            kill_all()
-            with suppress(subprocess.TimeoutExpired):
-                process.communicate(timeout=1)  # until all have ended
-        kill_all.detach()
-    if process.returncode:
-        lines = [line for line in messages.splitlines() if "error:" in line]
-        lines.append(f"{command[0]} ended with status {process.returncode}")
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error:" in line]
+        lines.append(f"{command[0]} ended with status {done.returncode}")
         raise OSError(f"the C compiler failed: {lines[0].split('error: ')[-1].strip()}")

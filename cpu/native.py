@@ -68,7 +68,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cpu.compiled import compile_library, is_mac, private_folder
+from cpu.compiled import cache_folder, compile_library, is_mac
 from kernels import HeadNorm, Linear
 from quant import Kind, Quantized, nf4
 from sampling import Keyed, NotFinite, Setting, accept_role, column
@@ -151,7 +151,7 @@ def distrust(operation: str) -> None:
     """Use no C from now on, because this operation of it is wrong."""
     load_library().give_up(
         f"as compiled here, {operation} is wrong: set CC to another compiler, or update this one "
-        f"and remove {private_folder()}"
+        f"and remove {cache_folder()}"
     )
 
 

@@ -4,13 +4,10 @@ nothing."""
 import os
 import platform
 import shutil
-import signal
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
-from threading import Thread
 
 import pytest
 
@@ -26,13 +23,6 @@ try:
     print(compiled.compile_library({SOURCE!r}, ("-O0", "-DMORE=1")).more(1))
 except OSError as error:
     print(error)
-"""
-THREAD = f"""
-import os, sys, threading, time, compiled
-compile = lambda: compiled.compile_library({SOURCE!r}, ("-O0", "-DMORE=1"))
-threading.Thread(target=compile, daemon=True).start()
-while not os.path.exists(sys.argv[1]):
-    time.sleep(0.01)
 """
 FRESH = dict(cwd=Path(compiled.__file__).parent, stdout=subprocess.PIPE, text=True)
 
@@ -64,11 +54,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_library_is_compiled_once_and_for_what_it_depends_on(folder, monkeypatch):
-    before = os.umask(0o022)
-    try:
-        assert more() == 1
-    finally:
-        os.umask(before)
+    assert more() == 1
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     with monkeypatch.context() as patch:
         patch.setattr(compiled, "run_compiler", None)
@@ -110,15 +96,7 @@ def test_on_arm_features_are_named(machine, system, features, march, monkeypatch
     assert compiled.this_cpu() == march
 
 
-def test_a_folder_that_others_can_write_to_is_refused(folder, tmp_path, monkeypatch):
-    assert more() == 1
-    for mode in (0o720, 0o702, 0o777):
-        folder.chmod(mode)
-        assert reason() == f"{folder} is not this user's alone: remove it, or set XDG_CACHE_HOME"
-    folder.chmod(0o700)
-    monkeypatch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
-    assert "not this user's alone" in reason()
-    monkeypatch.undo()
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     for nowhere in (tmp_path / "file", "/proc"):
         monkeypatch.setenv("XDG_CACHE_HOME", str(nowhere))
@@ -157,12 +135,11 @@ def test_what_does_not_compile_is_one_line_and_leaves_nothing(folder, monkeypatc
     assert more() == 1
 
 
-def test_a_damaged_library_is_compiled_again(folder):
-    """One that was cut would end the program by a signal: the size is in the name."""
+def test_a_library_that_cannot_be_loaded_is_compiled_again(folder):
     assert more() == 1
     (library,) = files(folder)
     whole = library.read_bytes()
-    for damaged in (b"", whole[:9000], bytes(len(whole))):  # zeros: as after a power cut
+    for damaged in (b"", bytes(len(whole))):  # zeros: as after a power cut
         library.unlink()
         library.write_bytes(damaged)
         again = subprocess.run([sys.executable, "-c", PROGRAM], **FRESH)
@@ -175,54 +152,6 @@ def compiler(path: Path, script: str) -> str:
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o700)
     return str(path)
-
-
-def is_running(process: str) -> bool:
-    """Whether this process has not ended; it is a zombie if nobody asks how it ended."""
-    try:
-        state = Path(f"/proc/{process}/stat").read_text()
-    except OSError:
-        return False
-    return ") Z " not in state
-
-
-@pytest.mark.parametrize("step", ["-c", "-shared"])
-@pytest.mark.parametrize("end", ["too long", "Ctrl-C", "the program's end"])
-def test_a_compiler_that_hangs_ends_with_all_that_it_started(
-    step, end, folder, tmp_path, monkeypatch
-):
-    child = tmp_path / "child"
-    temporary = tmp_path / "temporary"  # where a compiler that is killed would leave its files
-    temporary.mkdir()
-    monkeypatch.setenv("TMPDIR", str(temporary))
-    hang = f"touch $TMPDIR/left; sleep 600 & echo $! > {child}.new; mv {child}.new {child}; wait"
-    script = f'case " $* " in *" {step} "*) {hang};; esac'
-    monkeypatch.setenv("CC", compiler(tmp_path / "slow", script))
-
-    def interrupt() -> None:
-        while not child.exists():
-            time.sleep(0.01)
-        time.sleep(0.1)  # on a busy machine the child may be there before we have its number
-        os.kill(os.getpid(), signal.SIGINT)
-
-    if end == "the program's end":  # while a thread compiles, such as a server's that loads
-        subprocess.run([sys.executable, "-c", THREAD, child], **FRESH, check=True)
-    elif end == "too long":
-        monkeypatch.setattr(compiled, "TIMEOUT", 0.5)
-        assert reason() == "the C compiler has not ended after 0.5 seconds"
-    else:
-        thread = Thread(target=interrupt)
-        thread.start()
-        with pytest.raises(KeyboardInterrupt):
-            more()
-        thread.join()
-    assert not files(folder) and not files(temporary)
-    end_of_patience = time.monotonic() + 20  # a killed process ends when it has its turn
-    while is_running(child.read_text().strip()):
-        assert time.monotonic() < end_of_patience
-        time.sleep(0.01)
-    monkeypatch.delenv("CC")
-    assert more() == 1
 
 
 def test_processes_that_begin_at_once_leave_one_library_or_none(folder, tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import torch
 
 import cpu
 from cpu import CPU, native, selftest
-from cpu.compiled import compile_library, private_folder
+from cpu.compiled import cache_folder, compile_library
 from cpu.testing import has_tiles
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=f"no C here: {native.why_not()}")
@@ -132,4 +132,4 @@ def test_wrong_c_is_not_used_and_one_line_says_so(plant):
         lines = [str(warning.message) for warning in told]
         assert lines == [f"{native.WITHOUT_C}: {loaded.why_not}"] * (planted > 0)
     assert loaded.why_not.startswith("as compiled here, softmax is wrong: set CC to another")
-    assert str(private_folder()) in loaded.why_not
+    assert str(cache_folder()) in loaded.why_not

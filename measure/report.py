@@ -39,15 +39,11 @@ def format_bytes(count: float) -> str:
     return f"{count:.0f} B" if count else "0"
 
 
-def format_seconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.4g} ms"
-
-
-def format_ratio(ratio: float) -> str:
-    return f"{ratio:.3g}x"
-
-
-FORMATTERS = {"bytes": format_bytes, "seconds": format_seconds, "ratio": format_ratio}
+FORMATTERS = {
+    "bytes": format_bytes,
+    "seconds": lambda seconds: f"{1e3 * seconds:.4g} ms",
+    "ratio": lambda ratio: f"{ratio:.3g}x",
+}
 
 
 class CellFormatter(Formatter):
