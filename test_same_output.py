@@ -82,6 +82,76 @@ def workload(drafter: str, size: int, bits: Bits, **more) -> dict:
     return {**rest, **sizes, "texts": texts, "drafter": drafter, "bits": bits, **more}
 
 
+def make_requests(texts: list[dict], ruled: bool) -> list[tuple[Request, dict]]:
+    """The requests, with what is asked for them; those after the first of several are siblings."""
+    found = []
+    for i, text in enumerate(texts):
+        prompt = PREFIX[: text["shared"]] + random_tokens(text["own"] + 1, i)
+        chosen = Settings(
+            text["temperature"],
+            top_k=text["top_k"],
+            seed=i,
+            max_tokens=text["count"],
+            gamma=text["gamma"],
+            prompt_logprobs=text["told"],
+            **(RULES[text["rule"]] if ruled else {}),
+        )
+        first = Request(prompt, chosen, (256, 257) if ruled else range(12))
+        found.append((first, text))
+        for n in range(1, text["copies"]):
+            found.append((first.sibling_text(n), text | dict(cancelled=None)))
+    return found
+
+
+def make_batcher(w: dict, longest: int, grammars: Grammars | None) -> Batcher:
+    blocks = -(-longest // w["size"]) + w["spare"] // w["size"]  # down to one request
+
+    def make_cache(llama: Llama) -> Cache:
+        spec = spec_of(llama, w["drafter"], w["bits"])
+        if w["contiguous"]:
+            return KVCache(spec, longest, w["batch"])
+        return PagedCache(spec, blocks, w["size"], prefix_caching=w["sharing"])
+
+    cache = make_cache(LLAMA)
+    drafter = drafter_of(w["drafter"], cache, make_cache)
+    options = dict(budget=w["budget"], multi_step=w["multi_step"], grammars=grammars)
+    runner = ModelRunner(LLAMA, cache, Drawing(V, w["coupled"]), drafter=drafter, **options)
+    step_of = runner.step
+
+    def step_within_budget(scheduled: list[ScheduledRequest]) -> dict[Request, list[int]]:
+        assert sum(map(runner.work, scheduled)) <= runner.budget
+        assert all(item.num_tokens for item in scheduled)
+        return step_of(scheduled)
+
+    runner.step = step_within_budget
+    return Batcher(runner, w["batch"])
+
+
+def serve(batcher: Batcher, asked: list[tuple[Request, dict]]) -> set[Request]:
+    """To the ends of all -> those that were cancelled."""
+    cancelled = set()
+    caches = [batcher.runner.cache, getattr(batcher.runner.drafter, "cache", None)]
+    for step in range(2000):
+        for request, text in asked:
+            if step == text["arrives"]:
+                batcher.add(request)
+            is_over = text["cancelled"] and step == text["arrives"] + text["cancelled"]
+            if is_over and not request.finish_reason:
+                batcher.cancel(request)
+                cancelled.add(request)
+        if batcher.waiting or batcher.running:
+            batcher.step()
+        elif step > 8:
+            break
+        assert not any(request.finish_reason for request in batcher.running)
+        assert len(batcher.running) <= batcher.max_batch
+        for cache in caches:
+            if isinstance(cache, PagedCache):
+                cache.check()
+    assert not batcher.waiting and not batcher.running, "the requests do not end"
+    return cancelled
+
+
 @pytest.fixture(scope="module")
 def byte_grammars(tmp_path_factory) -> Grammars:
     """A token is a byte; control tokens follow."""
@@ -105,79 +175,24 @@ def test_a_requests_output_is_the_same_whatever_runs_beside_it(ruled, byte_gramm
     """w: requests, and a way to serve them: a drafter, a cache, its precision, steps. Some requests
     follow a grammar, arrive late, are cancelled or preempted."""
     grammars = byte_grammars if ruled else None
-    requests = []
-    texts = []
-    for i, text in enumerate(w["texts"]):
-        prompt = PREFIX[: text["shared"]] + random_tokens(text["own"] + 1, i)
-        chosen = Settings(
-            text["temperature"],
-            top_k=text["top_k"],
-            seed=i,
-            max_tokens=text["count"],
-            gamma=text["gamma"],
-            prompt_logprobs=text["told"],
-            **(RULES[text["rule"]] if ruled else {}),
-        )
-        first = Request(prompt, chosen, (256, 257) if ruled else range(12))
-        requests += [first, *map(first.sibling_text, range(1, text["copies"]))]
-        texts += [text] + [text | dict(cancelled=None)] * (text["copies"] - 1)
-    longest = max(len(r.tokens) + r.num_remaining for r in requests)
-    blocks = -(-longest // w["size"]) + w["spare"] // w["size"]  # down to one text
-
-    def make_cache(llama: Llama) -> Cache:
-        spec = spec_of(llama, w["drafter"], w["bits"])
-        if w["contiguous"]:
-            return KVCache(spec, longest, w["batch"])
-        return PagedCache(spec, blocks, w["size"], prefix_caching=w["sharing"])
-
-    cache = make_cache(LLAMA)
-    drafter = drafter_of(w["drafter"], cache, make_cache)
-    options = dict(budget=w["budget"], multi_step=w["multi_step"], grammars=grammars)
-    runner = ModelRunner(LLAMA, cache, Drawing(V, w["coupled"]), drafter=drafter, **options)
-    batcher = Batcher(runner, w["batch"])
-    step_of = runner.step
-
-    def step_within_budget(scheduled: list[ScheduledRequest]) -> dict[Request, list[int]]:
-        assert sum(map(runner.work, scheduled)) <= runner.budget
-        assert all(item.num_tokens for item in scheduled)
-        return step_of(scheduled)
-
-    runner.step = step_within_budget
-    cancelled = set()
-    for step in range(2000):
-        for request, text in zip(requests, texts):
-            if step == text["arrives"]:
-                batcher.add(request)
-            is_over = text["cancelled"] and step == text["arrives"] + text["cancelled"]
-            if is_over and not request.finish_reason:
-                batcher.cancel(request)
-                cancelled.add(request)
-        if batcher.waiting or batcher.running:
-            batcher.step()
-            assert not any(request.finish_reason for request in batcher.running)
-            assert len(batcher.running) <= w["batch"]
-        elif step > 8:
-            break
-        if not w["contiguous"]:
-            cache.check()
-            if w["drafter"] == "model":
-                drafter.cache.check()
-    assert not batcher.waiting and not batcher.running, "the texts do not end"
-    for request in requests:
-        made = list(new_tokens(request))
+    asked = make_requests(w["texts"], ruled)
+    longest = max(len(request.tokens) + request.num_remaining for request, _ in asked)
+    batcher = make_batcher(w, longest, grammars)
+    cancelled = serve(batcher, asked)
+    for request, _ in asked:
         is_plain = w["coupled"] or request.settings.temperature == 0  # as without a draft
         drafter_alone = "none" if is_plain else w["drafter"]
-        right = made_alone(request, drafter_alone, w["coupled"], w["bits"], grammars)
-        expected = list(new_tokens(right))
+        alone = made_alone(request, drafter_alone, w["coupled"], w["bits"], grammars)
+        made = new_tokens(request)
         told = numbers(request.prompt_logprobs)
-        assert_close(told, numbers(right.prompt_logprobs[: len(told)]), rtol=0, atol=1e-9)
-        assert made == (expected[: len(made)] if request in cancelled else expected)
-        assert request.grammar_state is None
-        if request not in cancelled:
-            assert request.finish_reason
+        assert_close(told, numbers(alone.prompt_logprobs[: len(told)]), rtol=0, atol=1e-9)
+        if request in cancelled:
+            assert made == new_tokens(alone)[: len(made)]
+        else:
+            assert made == new_tokens(alone) and request.finish_reason == alone.finish_reason
             asks = request.settings.prompt_logprobs is not None
             assert len(told) == asks * (request.num_prompt_tokens - 1)
-        assert len(request.origins) == len(made)
-        assert w["drafter"] != "none" or set(request.origins) <= {"plain"}
+        assert request.grammar_state is None and len(request.origins) == len(made)
+        assert w["drafter"] != "none" or {*request.origins} <= {"plain"}
     if not w["contiguous"]:
-        assert cache.check()[2] == 0  # no live block
+        assert batcher.runner.cache.check()[2] == 0  # no live block

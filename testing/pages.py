@@ -28,3 +28,8 @@ def tree(page: Path) -> ast.Module:
 def nodes(tree: ast.AST) -> int:
     """Without contexts (Load, Store) and the module itself, which are no reading."""
     return sum(not isinstance(node, (ast.expr_context, ast.Module)) for node in ast.walk(tree))
+
+
+@cache
+def size(page: Path) -> int:
+    return nodes(tree(page))
