@@ -87,3 +87,9 @@ def test_a_chat_is_saved_whatever_was_typed(tmp_path):
     talk = Conversation(True, "a\udcff")
     talk.obey(f"/save {tmp_path / 'chat'}")
     assert json.loads((tmp_path / "chat").read_text()) == [{"role": "system", "content": "a\ufffd"}]
+
+
+def test_of_several_processes_the_first_one_saves(tmp_path, monkeypatch):
+    monkeypatch.setattr("app.chat.rank", lambda: 1)
+    Conversation(True, "").obey(f"/save {tmp_path / 'chat'}")
+    assert not (tmp_path / "chat").exists()

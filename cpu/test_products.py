@@ -87,7 +87,10 @@ def test_products_by_whole_numbers_have_the_same_bits_on_every_cpu():
         commands["alderlake"] = []
     if "avx512bw" in compiled.cpu_features():
         commands["skylake-avx512"] = []
-    code = "from cpu.test_products import digest, has_tiles; print(has_tiles(), digest())"
+    code = (
+        "from cpu.test_products import digest; from cpu.testing import has_tiles; "
+        "print(has_tiles(), digest())"
+    )
     for march, command in commands.items():
         done = subprocess.run(
             [sys.executable, *command, "-c", code],
