@@ -26,7 +26,7 @@ if not torch.cuda.is_available():  # before anybody imports Triton: it runs kern
 
 from checkpoint.config import Config
 from checkpoint.load import fill_model
-from drafters import ModelChain, Unread
+from drafters import ModelChain
 from kernels import Ops
 from kvcache import Cache, Store
 from model import Llama
@@ -381,5 +381,5 @@ def model_chain(
     llama: Llama, cache: Cache, seqs: list[int], unread: list[list[int]], round: Round
 ) -> ModelChain:
     """A chain of drafts for the requests of a round that want some."""
-    wanted = {b: Unread(seqs[b], list(unread[b])) for b in round.drafting()}
+    wanted = {b: (seqs[b], list(unread[b])) for b in round.drafting()}
     return ModelChain(llama, cache, round, unread=wanted)

@@ -387,15 +387,13 @@ def shifted_features(monkeypatch):
 
 
 def fed_back_rows_stay(monkeypatch):
-    observe = EagleDrafter.observe
+    learn = EagleDrafter.learn
 
-    def observe_first(self, observed, features):
-        if len(features) > 1 and len(self.newest):
-            observed = [one._replace(following=one.following[:1]) for one in observed]
-            features = features[:1]
-        observe(self, observed, features)
+    def learn_first(self, scheduled, features):
+        scheduled = [item._replace(num_drafts=0) for item in scheduled]
+        learn(self, scheduled, features)
 
-    monkeypatch.setattr(EagleDrafter, "observe", observe_first)
+    monkeypatch.setattr(EagleDrafter, "learn", learn_first)
 
 
 def normalized_state(monkeypatch):

@@ -466,7 +466,6 @@ def test_ngrams_draft_what_the_grammar_forces(model):
 def test_ngrams_draft_only_what_the_grammar_allows():
     drafter = NgramDrafter()
     request = Request([0, 1, 0], Settings())
-    drafter.open(request)
     for regex, drafts in (("[ab]*", [1, 0, 1]), ("[ab]a*", [1, 0]), ("a*", [])):
         compiled = GRAMMARS.compile(Grammar("regex", regex))
         request.grammar_state = GrammarState(GRAMMARS, compiled, [])

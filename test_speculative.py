@@ -109,7 +109,7 @@ def play(runner: ModelRunner, requests: Sequence[Request]) -> None:
             if item.samples:
                 assert runner.num_pending(request) == 1
             if isinstance(drafter, ModelDrafter) and request in drafter.seqs:
-                assert drafter.length(request) < len(request.tokens)
+                assert drafter.cache.length(drafter.seqs[request]) < len(request.tokens)
                 caches.append((drafter.cache, drafter.seqs[request]))
             for cache, seq in caches:  # accepted drafts, too, by their tokens
                 assert cache.sequence(seq).tokens == request.tokens[: cache.length(seq)]

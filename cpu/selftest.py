@@ -190,7 +190,7 @@ def sampled(ops: Ops) -> Iterator[Trial]:
     drafted = torch.zeros(99, 2, dtype=torch.int64)
     drafted[::3, 1] = 599  # which q does not allow
     coin = Keyed(torch.arange(99), torch.arange(99))
-    result = ops.verify_block(p, q, drafted, coin)
+    result = ops.verify_block(verify_block, p, q, drafted, coin)
     wanted = verify_block(p, q, drafted, coin)
     yield Trial("verify", torch.cat(result), torch.cat(wanted))
 
