@@ -33,7 +33,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from app.shell import Parser, check_file, new_file, number_or_word, say, status, write
+from app.shell import Parser, number_or_word, say, status, write
+from checkpoint.files import check_file, new_file
 from errors import UserError
 from measure import (
     drafts,
@@ -54,7 +55,7 @@ from measure.machine import machine, results_file
 from measure.report import Results
 
 ROOT = Path(__file__).parent
-DOCUMENTS = ("README.md", "TOUR.md", "results/README.md")
+DOCUMENTS = ("README.md", "TOUR.md", "results/README.md", "docs/using.md")  # with figures
 SECTIONS: dict[str, Callable[[Effort], Any]] = {
     "stack": pair.stack,  # one technique added to the other
     "drafts": drafts.of_tiny,  # speculation by γ

@@ -33,17 +33,17 @@ Li et al. 2025, EAGLE-3 (arXiv:2503.01840), section 3. Training: train/eagle.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from checkpoint.weights import Weights
 from drafters import Chain, SelfDrafter, pack_tokens
 from kernels import Linear, Ops, send
 from kvcache import AttentionMetadata, Cache
-from model import Features, Layer, Llama, named_parts
+from model import Features, Llama
 from quant import Quantized
 from request import Request
 from speculative import Round
@@ -55,8 +55,10 @@ if TYPE_CHECKING:
 # ---- The head ------------------------------------------------------------------------------------
 
 
-class EagleHead(Llama):
-    """A Llama of one layer, with another input to that layer, and a smaller vocabulary."""
+class EagleHead(Weights):
+    """One layer, with an input of its own, and a smaller vocabulary."""
+
+    rope = Llama.rope
 
     def __init__(
         self,
@@ -76,17 +78,34 @@ class EagleHead(Llama):
         super().__init__(
             config.draft_config, device, dtype, seed=None, ops=ops, weight_dtype=weight_dtype
         )
-        C = self.config.hidden_size
+        c = self.config
+        C = c.hidden_size
         n = len(self.feature_layers)
-        self.fc = self._linear("fc", C, n * config.target_hidden_size)
-        self.hidden_norm = self._empty(C)
+        self.fc = self.linear("fc", C, n * config.target_hidden_size)
+        (layer,) = self.layers
+        layer.qkv = self.linear("qkv", c.query_size + 2 * c.kv_size, 2 * C, c.qkv_bias)
+        # An embedding of its own is of the target's vocabulary, whole, and never quantized.
+        num_rows = target.config.vocab_size if config.has_embedding else 0
+        self.embed = Linear(self.empty(num_rows, C))
+        self.outside = ["fc", "head", *["embed"] * config.has_embedding]
+        self.hidden_norm = self.empty(C)
         self.feature_norms = {}  # before `fc`
         for name, size in config.feature_norms(n).items():
-            self.feature_norms[name] = self._empty(size)
+            self.feature_norms[name] = self.empty(size)
         # The head's token i is the target's token i + offsets[i].
         self.offsets = torch.zeros(self.config.vocab_size, dtype=torch.int64, device=device)
         if seed is not None:
-            self._randomize(seed)
+            self.randomize(seed)
+
+    def named_weights(self) -> dict[str, Tensor | Quantized]:
+        """The weights, by their names in a folder (checkpoint/eagle.py)."""
+        of_all = super().named_weights().items()
+        weights = {name.removeprefix("model."): weight for name, weight in of_all}
+        weights["layers.0.hidden_norm.weight"] = self.hidden_norm
+        weights |= self.feature_norms
+        if self.eagle.has_offsets:
+            weights["d2t"] = self.offsets
+        return weights
 
     def combine(self, features: Tensor) -> Tensor:
         """f, made of the features: [T, n, hidden_size of the target] -> [T, C]."""
@@ -109,7 +128,7 @@ class EagleHead(Llama):
         metadata: AttentionMetadata,
         *unused: None,
     ) -> Tensor:
-        """The operations of `rows`. unused: what only a whole Llama is asked for."""
+        """The operations of `rows`. unused: what only a Llama is asked for."""
         f, tokens = inputs
         ops = self.ops
         layer = self.layers[0]
@@ -160,39 +179,6 @@ class EagleHead(Llama):
         if self.eagle.has_embedding:
             return self.ops.embed(tokens, self.embed, self.dtype)
         return self.target.embedding(tokens)
-
-    # ---- The weights
-
-    def _embedding(self) -> Linear:
-        num_rows = self.target.config.vocab_size if self.eagle.has_embedding else 0
-        return Linear(self._empty(num_rows, self.config.hidden_size))
-
-    def _layer(self, i: int) -> Layer:
-        c = self.config
-        N = c.query_size + 2 * c.kv_size
-        qkv = self._linear("qkv", N, 2 * c.hidden_size, c.qkv_bias)
-        return replace(super()._layer(i), qkv=qkv)
-
-    def named_weights(self) -> dict[str, Tensor | Quantized]:
-        """The weights, by their names in a checkpoint (checkpoint/eagle.py)."""
-        tensors = {"fc.weight": self.fc.weight, "norm.weight": self.norm}
-        tensors["layers.0.hidden_norm.weight"] = self.hidden_norm
-        tensors |= self._layer_weights(self.layers[0], "layers.0.")
-        tensors |= named_parts(self.head, {"lm_head": self.vocab_rows})
-        tensors |= self.feature_norms
-        if self.eagle.has_embedding:
-            tensors["embed_tokens.weight"] = self.embed.weight
-        if self.eagle.has_offsets:
-            tensors["d2t"] = self.offsets
-        return tensors
-
-    def pack_weights(self) -> EagleHead:
-        self._pack_layers()
-        if self.eagle.has_embedding:
-            self.embed = self.ops.pack_weight(self.embed, self.dtype)
-        self.fc = self.ops.pack_weight(self.fc, self.dtype)
-        self.head = self.ops.pack_weight(self.head, self.dtype)
-        return self
 
 
 # ---- The drafter ---------------------------------------------------------------------------------

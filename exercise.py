@@ -34,7 +34,7 @@ from app.shell import Parser, status, write
 from errors import UserError, check_names
 
 ROOT = Path(__file__).parent
-FOLDERS = ("app", "checkpoint", "cpu", "gpu", "train", "measure", "models", "test_data")
+FOLDERS = "app checkpoint cpu gpu train measure testing models test_data".split()
 BLANK = 'raise NotImplementedError("your turn")'
 
 
@@ -120,7 +120,7 @@ EXERCISES = (
         teaches="accept a draft with min(1, p/q), or draw from the residual",
         tests=(
             "test_speculative.py::test_verify_survives_a_residual_without_mass",
-            "test_speculative.py::test_law_of_every_row_of_a_ragged_batch_is_the_targets",
+            "test_distribution.py::test_outputs_follow_the_targets_distribution",
             "test_speculative.py::test_verify_follows_p_and_accepts_as_many_as_it_says",
         ),
         flags="--draft tiny-draft --verify token --temperature 1",
@@ -131,7 +131,7 @@ EXERCISES = (
         teaches="with the same noise, drafts change nothing but the speed",
         tests=(
             "test_speculative.py::test_coupled_drafts_are_accepted_as_often_as_the_paper_says",
-            "test_speculative.py::test_law_of_coupled_mode_is_the_targets",
+            "test_distribution.py::test_coupled_outputs_follow_it",
         ),
         flags="--draft tiny-draft --verify coupled",
     ),
@@ -158,7 +158,7 @@ EXERCISES = (
         teaches="a sampler's exact distribution, from every outcome of its coin",
         tests=(
             "test_proof.py",
-            "test_speculative.py::test_law_of_coupled_mode_is_the_targets",
+            "test_distribution.py::test_coupled_outputs_follow_it",
         ),
         flags=None,
     ),

@@ -20,20 +20,19 @@ The automaton is that of the package llguidance. It keeps a state for each text,
 drafts back. It reads tokens by their bytes, so it allows each token that spells what may follow,
 not only the tokens that the tokenizer would write.
 
-A text with a grammar ends where its grammar ends, even if its request ignores end-of-text. A token
-of the client's own may end it earlier; its finish_reason is `length` then, for it is cut. A grammar
-comes from anybody, and its compiling and its masks take time and memory from others:
+An output with a grammar ends where its grammar ends, even if its request ignores end-of-text. A
+stop token of the request may end it earlier; its finish_reason is then `length`, because it was
+cut. Anybody may send a grammar, and compiling it and its masks take time from other requests:
 
-    its size is bounded before it is compiled             MAX_PATTERN_CHARACTERS, MAX_NAMES,
-                                                          MAX_REMAINDERS
-    a text ends if one of its masks takes too much work   LIMITS
-    a text ends if its masks delay a step of all texts    SLOW_STEP, SLOW_MASK
+    bounds.py refuses what would be slow to compile
+    an output ends if one of its masks takes too much work         LIMITS
+    an output ends if its masks delay a step of all requests       SLOW_STEP, SLOW_MASK
 
 Invariant: between rounds the state of a text has read all its new tokens but end-of-text.
 Cost: `python bench.py --target NAME` measures it. Threads of the package make masks while the
 target's pass runs; masks within a string of bounded length cost most.
-Not covered: a grammar that names control tokens; numbers of a schema that 64 bits do not hold; a
-property that is declared, named again with escapes, where more properties are allowed.
+Not covered: a property that is declared, named again with escapes, where more properties are
+allowed.
 
 Koo, Liu & He 2024 (arXiv:2407.08103); Dong et al. 2024, XGrammar (arXiv:2411.15100).
 
@@ -43,21 +42,21 @@ Koo, Liu & He 2024 (arXiv:2407.08103); Dong et al. 2024, XGrammar (arXiv:2411.15
 from __future__ import annotations
 
 import json
-import math
 import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, lru_cache
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bounds import check_bounds
 from errors import UserError, brief
 from kernels import send
 from settings import Grammar
@@ -69,11 +68,6 @@ if TYPE_CHECKING:
     from tokenizer import Tokenizer
 
 REMEMBERED = 16  # compiled grammars; each takes up to some 20 MB
-# The bounds of a grammar (settings.py bounds its characters).
-MAX_PATTERN_CHARACTERS = 2**13  # in regular expressions: compiling may take their square
-MAX_NAMES = 1000  # rules and terminals in Lark
-# Of all multipleOf in schemas, and of their least common multiple: compiling looks at each of them.
-MAX_REMAINDERS = 100_000
 # The work of llguidance for one mask.
 LIMITS = {"max_items_in_row": 5000, "step_max_items": 10_000, "step_lexer_fuel": 100_000}
 STACK = 2**27  # bytes for the thread that compiles: llguidance recurses, up to once for each name
@@ -85,16 +79,6 @@ SLOW_MASK = 0.01
 HEADER = '%llguidance {"no_forcing": true}\n'
 # If white space were free, a small model might write nothing else.
 JSON_OPTIONS = {"x-guidance": {"whitespace_flexible": False}}
-# What is counted or refused in Lark. Comments and strings come first: nothing in them counts.
-LARK_WORDS = re.compile(
-    r"(?://|#).*"  # a comment
-    r'|"(?:\\.|[^"\\])*"'  # a string
-    r"|(?P<pattern>/(?:\\.|[^/\\])*/)"  # a regular expression
-    r"|(?P<control><)"  # the beginning of a control token's name
-    r"|(?P<name>\w\s*:)"  # the end of a rule's or a terminal's name
-    r"|(?P<json>%json\s*)"  # what comes before a JSON schema
-    r"|(?P<regex>%regex)"  # what comes before a regular expression
-)
 
 
 # ---- Compiled grammars ---------------------------------------------------------------------------
@@ -186,10 +170,7 @@ class Grammars:
         llguidance = load_llguidance()
         if not self.eos_token_ids:
             raise UserError(f"this model has no end-of-text, and a {grammar.notation} needs one")
-        schemas = schemas_of(grammar)
-        check_cost(grammar, schemas)
-        check_numbers(grammar, schemas)
-        check_patterns(grammar, schemas)
+        check_bounds(grammar)
         limits = llguidance.LLParserLimits(**LIMITS)
         lark = HEADER + lark_of(grammar)
         matcher = llguidance.LLMatcher(self.vocabulary, lark, log_level=0, limits=limits)
@@ -206,115 +187,6 @@ class Grammars:
         raise UserError(f"{grammar} cannot be met: {brief(wrong)}")
 
 
-def schemas_of(grammar: Grammar) -> list[Any]:
-    """The JSON schemas in a grammar. UserError if one is no JSON."""
-    if grammar.notation == "schema":
-        return [json.loads(grammar.text)]
-    schemas = []
-    for word in lark_words(grammar):
-        if word["json"]:
-            try:
-                schema, _ = json.JSONDecoder().raw_decode(grammar.text, word.end())
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"a %json in the grammar is no JSON: {brief(error)}") from None
-            schemas.append(schema)
-    return schemas
-
-
-def lark_words(grammar: Grammar) -> list[re.Match]:
-    """What is counted or refused in a grammar that is written in Lark."""
-    return [*LARK_WORDS.finditer(grammar.text)] if grammar.notation == "grammar" else []
-
-
-def check_cost(grammar: Grammar, schemas: list[Any]) -> None:
-    """UserError if compiling takes too long, or too deep a stack. schemas: those in the grammar."""
-    words = lark_words(grammar)
-    patterns = [*patterns_of(grammar, schemas), *(word["pattern"] or "" for word in words)]
-    num_characters = sum(map(len, patterns))
-    if any(word["regex"] for word in words):
-        num_characters = len(grammar.text)  # any part of it may be a regular expression
-    num_names = sum(bool(word["name"]) for word in words)
-    multiples = []
-    for name, number in numbers_of(schemas):
-        if name == "multipleOf":
-            multiples.append(without_point(number))
-    # A number may have to be a multiple of all of them.
-    num_remainders = max(sum(multiples), min(10**18, math.lcm(*multiples)))
-    for size, most, unit in (
-        (num_characters, MAX_PATTERN_CHARACTERS, "characters of regular expressions"),
-        (num_names, MAX_NAMES, "rules and terminals"),
-        (num_remainders, MAX_REMAINDERS, "remainders of multipleOf"),
-    ):
-        if size > most:
-            raise UserError(
-                f"{grammar} has {size:,} {unit}: at most {most:,} are compiled; shorten it"
-            )
-
-
-def check_numbers(grammar: Grammar, schemas: list[Any]) -> None:
-    """UserError for a number that llguidance would take for another one: it reads floats of 64
-    bits, and cuts whole numbers to 64 bits."""
-    for name, number in numbers_of(schemas):
-        largest = 2**63 - 1
-        if name.startswith("exclusive"):  # then it adds 1, or subtracts it
-            largest = 2**53 - 1
-        is_read = abs(number) <= largest and min(float(number), largest) == number
-        if not is_read and name not in ("default", "examples"):
-            raise UserError(
-                f"{grammar}: {name} has {brief(number, 100)}, and whole numbers are followed to "
-                "the last digit up to 2^53; leave it out, or ask for a text of digits"
-            )
-
-
-def without_point(number: float) -> int:
-    """25 for 2.5."""
-    number = min(10**18, abs(number))  # of infinity, too
-    while number % 1:
-        number *= 10
-    return int(number)
-
-
-def values_of(schemas: list[Any]) -> Iterator[tuple[str, Any]]:
-    """All values in JSON schemas, each with the name of the field that holds it or its list."""
-    parts: list[tuple[str, Any]] = [("", schemas)]
-    while parts:
-        name, value = parts.pop()
-        yield name, value
-        if isinstance(value, list):
-            parts += [(name, each) for each in value]
-        if isinstance(value, dict):
-            parts += value.items()
-
-
-def numbers_of(schemas: list[Any]) -> Iterator[tuple[str, float]]:
-    """The numbers among the values of JSON schemas."""
-    for name, value in values_of(schemas):
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            yield name, value
-
-
-def check_patterns(grammar: Grammar, schemas: list[Any]) -> None:
-    """UserError for a backslash that llguidance would drop."""
-    for pattern in patterns_of(grammar, schemas):
-        num_last = len(pattern) - len(pattern.rstrip("\\"))
-        if num_last % 2:
-            raise UserError(
-                f"{grammar}: the regular expression {brief(pattern, 100)} ends with a backslash "
-                "that escapes nothing; write two"
-            )
-
-
-def patterns_of(grammar: Grammar, schemas: list[Any]) -> Iterator[str]:
-    """A regular expression, or those of JSON schemas, and all that looks like one."""
-    if grammar.notation == "regex":
-        yield grammar.text
-    for name, value in values_of(schemas):
-        if name == "pattern" and isinstance(value, str):
-            yield value
-        if name == "patternProperties" and isinstance(value, dict):
-            yield from value
-
-
 def lark_of(grammar: Grammar) -> str:
     """The grammar in Lark, which llguidance reads."""
     if grammar.notation == "schema":
@@ -326,8 +198,6 @@ def lark_of(grammar: Grammar) -> str:
     if grammar.notation == "choice":
         # The texts are one terminal: as alternatives of a rule they would take an item each.
         return "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, grammar.text))
-    if any(word["control"] for word in lark_words(grammar)):
-        raise UserError("the grammar names a control token, <…>: it may spell out texts alone")
     return grammar.text
 
 

@@ -31,29 +31,22 @@ however many tokens it has.
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import partial
-from itertools import product
+from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from checkpoint.load import load_llama
-from checkpoint.progress import do_each
+from checkpoint.weights import Layer, Weights
 from errors import UserError
-from kernels import HeadNorm, Linear, Ops, ops_for
+from kernels import Ops
 from kvcache import AttentionMetadata, KVSpec
-from parallel import ROW_PARALLEL, group_for
-from quant import Bits, Kind, Quantized, named_tensors
+from quant import Bits, Kind
 from settings import check_known
-
-if TYPE_CHECKING:
-    from checkpoint.config import Config
 
 Rope = tuple[Tensor, Tensor]  # cos and sin of the positions of a step: [T, 1, D / 2] each
 
@@ -65,62 +58,9 @@ class Features(NamedTuple):
     values: Tensor  # [T, len(layers), C], to be filled
 
 
-@dataclass
-class Layer:
-    """The weights of a layer. After `pack_weights` each Linear is in the backend's own format."""
-
-    input_norm: Tensor  # [C]
-    qkv: Linear  # [(H + 2 G) D, C]
-    head_norm: HeadNorm | None  # of q and k; None: the model has none
-    o: Linear  # [C, H D]
-    post_norm: Tensor  # [C]
-    gate_up: Linear  # [2 F, C]
-    down: Linear  # [C, F]
-
-
-class Llama:
+class Llama(Weights):
     """`llama(tokens, metadata, logits_indices)` -> logits. Without metadata the tokens are one
     sequence, and there is no cache."""
-
-    def __init__(
-        self,
-        config: Config,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
-        seed: int | None = 0,
-        ops: Ops | None = None,
-        weight_dtype: torch.dtype | None = None,
-    ):
-        """Make random weights from `seed`; None: leave them uninitialized, to be filled.
-
-        weight_dtype: the matrices' dtype, if it is not `dtype`.
-        """
-        # As tensors name it, with an index.
-        self.device = torch.empty(0, device=device, dtype=dtype).device
-        self.dtype = dtype
-        self.weight_dtype = weight_dtype or dtype
-        self.ops = ops or ops_for(device)
-        # Each of several processes (parallel.py) holds a part of every matrix, and a smaller config
-        # says how large. For one process, shard is config.
-        self.group = group_for(self.device)
-        shard = self.group.shard(config)
-        self.vocab_rows = shard.vocab_size
-        self.config = replace(shard, vocab_size=config.vocab_size)
-        C = config.hidden_size
-        rows = 2 * (shard.query_size + shard.kv_size) + 3 * shard.intermediate_size
-        self.even_context = C * rows // (2 * shard.query_size)  # C₀ of `price`
-        self.embed = self._embedding()
-        self.layers = [self._layer(i) for i in range(config.num_hidden_layers)]
-        self.norm = self._empty(C)
-        self.head = self.embed
-        if not config.tie_word_embeddings:
-            self.head = self._linear("head", self.vocab_rows, C)
-        self.frequencies = rope_frequencies(config).to(device)  # [D / 2]
-        self.packed_bytes: dict[str, int] = {}  # of each tensor, when it has been packed
-        if seed is not None:
-            self._randomize(seed)
-
-    # ---- The forward pass
 
     def __call__(
         self,
@@ -176,7 +116,7 @@ class Llama:
     def embedding(self, tokens: Tensor) -> Tensor:
         """int64[T] -> [T, C]."""
         embed = partial(self.ops.embed, weight=self.embed, dtype=self.dtype)
-        return self.group.embed(tokens, self.vocab_rows, embed)
+        return self.group.embed(tokens, self.config.vocab_size, embed)
 
     def empty_features(self, layers: tuple[int, ...], T: int) -> Features:
         """Features that a pass over T tokens fills."""
@@ -228,112 +168,12 @@ class Llama:
         """
         return min(8, 1 + context // self.even_context)
 
-    # ---- The weights
-
-    def _empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.empty(shape, device=self.device, dtype=dtype or self.dtype)
-
-    def _linear(self, name: str, N: int, K: int, bias: bool = False) -> Linear:
-        weight = None
-        if self.config.quantization is not None:
-            weight = self.config.quantization.empty(name, N, K, self.device)
-        if weight is None:
-            weight = self._empty(N, K, dtype=self.weight_dtype)
-        return Linear(weight, self._empty(N) if bias else None)
-
-    def _embedding(self) -> Linear:
-        return self._linear("embed", self.vocab_rows, self.config.hidden_size)
-
-    def _layer(self, i: int) -> Layer:
+    @cached_property
+    def even_context(self) -> int:
+        """C₀ of `price`."""
         c = self.config
-        C = c.hidden_size
-        F = c.intermediate_size
-        head_norm = None
-        if c.has_head_norm:
-            head_norm = HeadNorm(self._empty(2 * c.head_dim), c.rms_norm_eps)
-        return Layer(
-            input_norm=self._empty(C),
-            qkv=self._linear(f"{i}.qkv", c.query_size + 2 * c.kv_size, C, c.qkv_bias),
-            head_norm=head_norm,
-            o=self._linear(f"{i}.o", C, c.query_size, c.o_bias),
-            post_norm=self._empty(C),
-            gate_up=self._linear(f"{i}.gate_up", 2 * F, C, c.mlp_bias),
-            down=self._linear(f"{i}.down", C, F, c.mlp_bias),
-        )
-
-    @torch.no_grad()
-    def _randomize(self, seed: int) -> None:
-        if self.config.quantization is not None:
-            raise ValueError("a quantized model has no random weights: seed=None, then fill it")
-        generator = torch.Generator(self.device).manual_seed(seed)
-        for name, tensor in self.named_tensors().items():
-            if name.endswith("norm.weight"):
-                tensor.fill_(1)
-            elif tensor.is_floating_point():
-                tensor.normal_(0, 0.02, generator=generator)
-
-    def named_tensors(self) -> dict[str, Tensor]:
-        """The tensors of `named_weights`: a quantized weight has several."""
-        tensors = {}
-        for name, weight in self.named_weights().items():
-            tensors |= named_tensors(name, weight)
-        return tensors
-
-    def named_weights(self) -> dict[str, Tensor | Quantized]:
-        """The weights before `pack_weights`, by their names in a checkpoint. They are views, to be
-        filled."""
-        weights = dict(named_parts(self.embed, {"model.embed_tokens": self.vocab_rows}))
-        weights["model.norm.weight"] = self.norm
-        for i, layer in enumerate(self.layers):
-            weights |= self._layer_weights(layer, f"model.layers.{i}.")
-        if not self.config.tie_word_embeddings:
-            weights |= named_parts(self.head, {"lm_head": self.vocab_rows})
-        return weights
-
-    def _layer_weights(self, layer: Layer, name: str) -> dict[str, Tensor | Quantized]:
-        c = self.config
-        q = c.query_size
-        kv = c.kv_size
-        C = c.hidden_size
-        F = c.intermediate_size
-        weights = {name + "input_layernorm.weight": layer.input_norm}
-        weights[name + "post_attention_layernorm.weight"] = layer.post_norm
-        for linear, rows in (
-            (layer.qkv, {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}),
-            (layer.o, {"self_attn.o_proj": C}),
-            (layer.gate_up, {"mlp.gate_proj": F, "mlp.up_proj": F}),
-            (layer.down, {"mlp.down_proj": C}),
-        ):
-            weights |= named_parts(linear, rows, name)
-        if layer.head_norm is not None:
-            of_q, of_k = layer.head_norm.weight.chunk(2)
-            weights[name + "self_attn.q_norm.weight"] = of_q
-            weights[name + "self_attn.k_norm.weight"] = of_k
-        return weights
-
-    def pack_weights(self) -> Llama:
-        """Put the weights in the order that this machine multiplies fastest. `named_weights` has no
-        use after that."""
-        self._pack_layers()
-        is_tied = self.head is self.embed
-        self.embed = self.ops.pack_weight(self.embed, self.dtype)
-        self.head = self.embed if is_tied else self.ops.pack_weight(self.head, self.dtype)
-        return self
-
-    def _pack_layers(self) -> None:
-        self.packed_bytes = tensor_bytes(self)
-        places = [*product(self.layers, ("qkv", "o", "gate_up", "down"))]
-        num_bytes = sum(getattr(layer, role).weight.nbytes for layer, role in places)
-
-        def pack(place: tuple[Layer, str]) -> int:
-            layer, role = place
-            linear = getattr(layer, role)
-            if role in ROW_PARALLEL and self.group.rank > 0:  # a sum has a bias once
-                linear = linear._replace(bias=None)
-            setattr(layer, role, self.ops.pack_weight(linear, self.dtype))
-            return linear.weight.nbytes
-
-        do_each("packing", pack, places, self.device, num_bytes)
+        rows = 2 * (c.query_size + c.kv_size) + 3 * c.intermediate_size
+        return c.hidden_size * rows // (2 * c.query_size)
 
     @classmethod
     def load(
@@ -347,60 +187,6 @@ class Llama:
     ) -> Llama:
         """A model from an alias, a Hub id, a folder or a GGUF: see `checkpoint.load.load_llama`."""
         return load_llama(cls, name, device, dtype, trainable, bits, ops)
-
-
-def named_parts(
-    linear: Linear, rows: dict[str, int], prefix: str = ""
-) -> Iterator[tuple[str, Tensor | Quantized]]:
-    """The weights of a checkpoint that are rows of this matrix: q, k and v in qkv, say.
-
-    rows: name -> number of rows. The parts of a quantized matrix share the order of its columns.
-    """
-    for kind, matrix in zip(("weight", "bias"), linear):
-        if matrix is not None:
-            for name, part in zip(rows, matrix.split(list(rows.values()))):
-                yield f"{prefix}{name}.{kind}", part
-
-
-def weight_bytes(llama: Llama, read: bool = False) -> int:
-    """The bytes of the weights as they are stored, scales included; a tied head counts once.
-
-    read: count only what a step reads. It reads single rows of an embedding that is not tied.
-    """
-    is_tied = llama.embed is llama.head
-    total = 0
-    for name, num_bytes in (llama.packed_bytes or tensor_bytes(llama)).items():
-        if is_tied or not read or "embed_tokens" not in name:
-            total += num_bytes
-    return total
-
-
-def tensor_bytes(llama: Llama) -> dict[str, int]:
-    """The bytes of each tensor of a model that is not packed."""
-    return {name: tensor.nbytes for name, tensor in llama.named_tensors().items()}
-
-
-def rope_frequencies(config: Config) -> Tensor:
-    """Radians by which each pair of dimensions turns from a position to the next: float32[D/2].
-
-    For texts longer than in training (`rope_scaling`), frequencies are divided. The linear kind
-    divides all of them by `factor`. The llama3 kind divides those of slow pairs: pairs that make
-    fewer than low_freq_factor turns over the original context, and in part pairs that make up to
-    high_freq_factor. With `factors`, each frequency has its own.
-    """
-    D = config.head_dim
-    frequencies = 1.0 / config.rope_theta ** (torch.arange(0, D, 2, dtype=torch.float32) / D)
-    scaling = config.rope_scaling or {}
-    if "factors" in scaling:
-        return frequencies / torch.tensor(scaling["factors"], dtype=torch.float32)
-    slowed = frequencies / scaling.get("factor", 1)
-    if "original_max_position_embeddings" not in scaling:
-        return slowed
-    turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    low = scaling["low_freq_factor"]
-    high = scaling["high_freq_factor"]
-    keep = ((turns - low) / (high - low)).clamp(0, 1)  # 1: a fast pair, kept; 0: a slow one
-    return keep * frequencies + (1 - keep) * slowed
 
 
 @torch.inference_mode()

@@ -18,9 +18,9 @@ second matrix is *row-parallel*, cut by inputs:
 key/value heads than processes, several processes hold a replica of one head. A process has a
 smaller Llama, so caches, blocks and quantized keys need no change. All processes run the same
 scheduler, because their logits are equal to the bit. At the end of a step the host takes drawn
-tokens and times from the first process (`agree`), and the order to stop comes with them.
+tokens and times from the first process (`agree`).
 
-Invariant: all processes stop after the same step.
+Invariant: after each step all processes hold the same tokens.
 Cost of a token in each process: (2 L + 1) C numbers all-reduced, ⌈V / n⌉ logits sent.
 Not covered: training; machines of different kinds; expert, sequence and pipeline parallelism. Where
 inputs are rounded to 8 bits, too (W8A8), logits differ a little from those of one process, because
@@ -35,17 +35,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from errors import UserError
-
-if TYPE_CHECKING:
-    from checkpoint.config import Config
 
 ROW_PARALLEL = ("o", "down")
 
@@ -57,61 +51,7 @@ def num_processes() -> int:
     return 1
 
 
-class StopFlag:
-    """The order to stop, set in the first process when a signal comes (app/launch.py)."""
-
-    error: KeyboardInterrupt | None = None  # the next `agree` raises it, in all processes
-
-
-stop_flag = StopFlag()
-
-
 # ---- Shards --------------------------------------------------------------------------------------
-
-
-def shard_config(config: Config, n: int) -> Config:
-    """The model of each of n processes. UserError if n processes cannot share it."""
-    check_divisible(config, n)
-    return replace(
-        config,
-        num_attention_heads=config.num_attention_heads // n,
-        num_key_value_heads=max(1, config.num_key_value_heads // n),
-        intermediate_size=config.intermediate_size // n,
-        vocab_size=math.ceil(config.vocab_size / n),  # the last shard is padded
-    )
-
-
-def check_divisible(config: Config, n: int) -> None:
-    """UserError if n processes cannot share this model."""
-    stored = config.quantization
-    if stored is not None and stored.ordered:
-        raise UserError(
-            "the columns of each matrix are stored in another order (act-order), which "
-            f"{n} processes cannot share: use one process, or another checkpoint"
-        )
-    # Inputs of o and down are cut in whole groups, which share a scale or a byte.
-    group = 1 if stored is None else stored.shard_multiple
-    columns = f"a multiple of {n * group}"
-    if group > 1:
-        columns += f" ({n} processes · {group} columns that stay together: --bits, --draft-bits)"
-    kv_heads = config.num_key_value_heads
-    rules = {
-        "num_attention_heads": (config.num_attention_heads % n == 0, f"a multiple of {n}"),
-        "num_key_value_heads": (
-            kv_heads % n == 0 or n % kv_heads == 0,
-            f"a multiple or a divisor of {n}",
-        ),
-        "intermediate_size": (config.intermediate_size % (n * group) == 0, columns),
-        "query_size": (config.query_size % (n * group) == 0, columns),
-        # No shard is empty: with V ≥ n², n − 1 shards of ⌈V / n⌉ hold fewer than V.
-        "vocab_size": (config.vocab_size >= n * n, f"at least {n * n}"),
-    }
-    for name, (holds, rule) in rules.items():
-        if not holds:
-            raise UserError(
-                f"{name} is {getattr(config, name)}, which {n} processes cannot share: it must be "
-                f"{rule}; start another number of processes"
-            )
 
 
 def shard_tensor(tensor: Tensor, shape: Sequence[int], rank: int, n: int) -> Tensor:
@@ -138,10 +78,6 @@ class Group:
     rank = 0
     n = 1
 
-    def shard(self, config: Config) -> Config:
-        """The model that this process computes."""
-        return config
-
     def cut(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
         """The part of a checkpoint's tensor that fills a tensor of this shape."""
         return tensor
@@ -154,8 +90,8 @@ class Group:
         """The sum over processes. Each has the product with its own columns of W."""
         return y
 
-    def embed(self, tokens: Tensor, num_rows: int, embed: Callable[[Tensor], Tensor]) -> Tensor:
-        """embed(tokens): int64[T] -> [T, C]. Each process holds num_rows rows of the embedding."""
+    def embed(self, tokens: Tensor, vocab_size: int, embed: Callable[[Tensor], Tensor]) -> Tensor:
+        """embed(tokens): int64[T] -> [T, C]. Each process holds ⌈V / n⌉ rows of the embedding."""
         return embed(tokens)
 
     def gather(self, logits: Tensor, vocab_size: int) -> Tensor:
@@ -174,9 +110,6 @@ class Processes(Group):
         self.rank = dist.get_rank()
         self.n = dist.get_world_size()
 
-    def shard(self, config: Config) -> Config:
-        return shard_config(config, self.n)
-
     def cut(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
         return shard_tensor(tensor, shape, self.rank, self.n)
 
@@ -191,7 +124,8 @@ class Processes(Group):
         dist.all_reduce(y)
         return y
 
-    def embed(self, tokens: Tensor, num_rows: int, embed: Callable[[Tensor], Tensor]) -> Tensor:
+    def embed(self, tokens: Tensor, vocab_size: int, embed: Callable[[Tensor], Tensor]) -> Tensor:
+        num_rows = math.ceil(vocab_size / self.n)
         row = tokens - self.rank * num_rows
         elsewhere = (row < 0) | (row >= num_rows)  # bool[T]: in another process
         x = embed(row.masked_fill(elsewhere, 0))
@@ -203,16 +137,9 @@ class Processes(Group):
         return torch.cat(shards, dim=-1)[:, :vocab_size]  # the last shard is padded
 
     def agree(self, numbers: Any) -> Any:
-        """If the first process's stop flag is set, all stop."""
-        mine = torch.tensor(numbers, dtype=torch.int64)
-        error = stop_flag.error
-        stop = mine.new_tensor([error is not None])
-        packed = torch.cat((mine.flatten(), stop))
-        dist.broadcast(packed, src=0)
-        if packed[-1]:
-            stop_flag.error = None
-            raise error or KeyboardInterrupt
-        return packed[:-1].view(mine.shape).tolist()
+        agreed = torch.tensor(numbers, dtype=torch.int64)
+        dist.broadcast(agreed, src=0)
+        return agreed.tolist()
 
 
 def group_for(device: torch.device) -> Group:

@@ -45,6 +45,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from errors import UserError
+from settings import Options
 
 # ---- Grids: x ≈ (q − zero) · scale ---------------------------------------------------------------
 
@@ -157,23 +158,19 @@ def unpack4(packed: Tensor) -> Tensor:
     return torch.stack((lower_half, upper_half), -1).flatten(-2)
 
 
+# NormalFloat: the quantiles of N(0, 1), eight above 0 and seven below, scaled to ±1.
+NF4_CODE = [
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+]
+
+
 @cache
 def nf4(device: torch.device | str = "cpu") -> Tensor:
-    """NormalFloat: float32[16], ascending, the quantiles of N(0, 1), eight above 0 and seven below,
-    scaled to ±1. This rounds where the authors round, so it is their table to the bit.
-    """
-
-    def quantiles(count: int) -> Tensor:
-        """The quantiles from the outermost down to 0."""
-        # The middle of the last of 16 equal parts of [0, 1] is 1 − 1/32; with 15 parts it is
-        # 1 − 1/30. The authors begin at the mean of both.
-        probabilities = torch.linspace(0.9677083, 0.5, count, dtype=torch.float32)
-        return torch.special.ndtri(probabilities.double()).float()
-
-    above = quantiles(9)
-    below = quantiles(8)
-    code = torch.cat((-below[:-1], above.flip(0))) / above[0]
-    return code.to(device)
+    """`NF4_CODE` on a device: float32[16]."""
+    return torch.tensor(NF4_CODE, dtype=torch.float32, device=device)
 
 
 def to_nf4(q: Tensor) -> Tensor:
@@ -354,11 +351,7 @@ PARTS = 4  # zeros of several groups count quarters of a grid step, up to 4 · 2
 
 def widths(name: str | int) -> Bits:
     """'16', '8', '8/4' or '4' -> bits of keys and of values. UserError for others."""
-    if str(name) not in WIDTHS:
-        raise UserError(
-            f"kv_bits is {name!r}: it must be 16, 8, 4 or 8/4 (8-bit keys, 4-bit values)"
-        )
-    return WIDTHS[str(name)]
+    return WIDTHS[Options(kv_bits=name).kv_bits]
 
 
 int8 = FORMATS[8].round  # x: [..., D] -> int8[..., D]; scale, bfloat16[..., 1]

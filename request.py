@@ -176,25 +176,6 @@ class Result:
         seconds = self.seconds - self.seconds_to_first_token
         return (len(self.tokens) - self.num_first_tokens) / seconds if seconds > 0 else None
 
-    def to_dict(self) -> dict[str, Any]:
-        """The result as `--json` prints it."""
-        stats = {
-            "prompt_tokens": len(self.prompt_tokens),
-            "tokens": len(self.tokens),
-            "seconds_to_first_token": self.seconds_to_first_token,
-            "tokens_per_second": self.tokens_per_second,
-            "seconds_queued": self.seconds_queued,
-        }
-        stats |= (self.speculation or Speculation())._asdict()
-        names = ("index", "prompt", "prompt_tokens", "tokens", "text", "seed", "finish_reason")
-        told = {name: getattr(self, name) for name in names}
-        for name in ("prompt_logprobs", "logprobs"):
-            entries = getattr(self, name)
-            if entries is not None:
-                told[name] = [entry._asdict() for entry in entries]
-        told["stats"] = stats
-        return told | {"error": self.error} if self.error else told
-
 
 class OutputStream:
     """One request's text as it grows: whole characters, cut before a stop string."""

@@ -59,7 +59,7 @@ def probabilities(
     """logits: float[..., V] -> probabilities [..., V], float32 (float64 if the logits are float64).
 
     A setting is a number, or a tensor [...] with a number for each row. It must be in its
-    range, which is not checked here (settings.check_settings).
+    range, which is not checked here (settings.Settings).
     """
     # In float64 the order of a sum over a large vocabulary changes bits that float32 cuts off.
     rows = logits.reshape(-1, logits.shape[-1]).double()  # [B, V]

@@ -344,6 +344,11 @@ def reply(future: Future[T], question: Callable[[], T]) -> None:
 if __name__ == "__main__":
     import sys
 
-    from app.server import main
+    from app.shell import refuse
 
+    try:
+        from app.server import main
+    except ModuleNotFoundError as error:
+        needs = f"the server needs the package {error.name}"
+        sys.exit(refuse(f"{needs}: pip install -r requirements-extra.txt"))
     sys.exit(main())

@@ -1,149 +1,36 @@
 """What can be asked for: how a text is drawn, how long it is, where it stops, what it follows; and
-how its prompt is read.
+how an engine makes all of its texts.
 
-A setting of sampling has a line in `SETTINGS` and in `RULES`, a field of `Settings`, and its lines
-in sampling.py. Nothing slow is imported here, so that a command's mistake is told at once.
+Each setting is declared once, as a field of `Settings` (a text's) or of `Options` (an engine's):
+its name, type and default, the rule that its value keeps, and its help. Whoever asks goes through
+the same rules: a Python caller, a flag (app/flags.py), a JSON line, a client of the server. A
+setting of sampling has its lines in sampling.py, too. Nothing slow is imported here, so that a
+command's mistake is told at once.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import Any, NamedTuple, NoReturn
 
 from errors import UserError, brief, check_names
 
-MAX_TOKENS = 512  # the default
 MAX_LOGPROBS = 20  # most probable tokens whose logprobs are told
 MAX_GRAMMAR = 2**17  # characters of a schema, regex, choice or grammar
-SETTINGS = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)  # these change nothing, like None
 LEAST_TOP_P = 1e-300  # the most probable token has more; and times a share it is not 0
-RULES = {  # name -> smallest value, largest value, the rule in words
-    "temperature": (0, 1e30, "from 0 (always the most probable token) to 1e30"),
-    "top_k": (0, 2**31, "a whole number from 0 (keeps all) to 2^31"),
-    "top_p": (0, 1, "from 0 (keeps the most probable alone) to 1 (keeps all)"),
-    "min_p": (0, 1, "between 0 (keeps all) and 1"),
-}
 VERIFY = ("block", "token", "coupled")  # how drafts are verified
 NOTATIONS = ("schema", "regex", "choice", "grammar")  # as settings name them; grammar: in Lark
 
 
-# ---- The settings of a text ----------------------------------------------------------------------
+# ---- Rules ---------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class Settings:
-    """How one text is made. A sampling setting of None is the one that the model's makers
-    recommend, and a seed of None is drawn (`generate.Model.complete`)."""
-
-    temperature: float | None = None
-    _: KW_ONLY
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    max_tokens: int = MAX_TOKENS  # 0: the prompt is read, and nothing is made
-    stop: tuple[str, ...] = ()  # may be given as one string or a list
-    gamma: int | None = None  # tokens drafted a round; None or "auto": gamma.py chooses
-    logprobs: int | None = None  # record ln p of each token, and of so many of the most probable
-    prompt_logprobs: int | None = None  # the same, of the prompt's tokens from the second on
-    special: bool = False  # the text of a control token in a raw prompt is that token
-    thinking: bool | None = None  # a chat template's enable_thinking (Qwen 3); None: its default
-    # A text follows at most one of these (grammar.py).
-    schema: str | None = None  # a JSON schema; may be given as an object
-    regex: str | None = None
-    choice: tuple[str, ...] | None = None  # may be given as one text or a list
-    grammar: str | None = None  # in Lark
-
-    def __new__(cls, *values: Any, **named: Any) -> Settings:
-        check_names(named, cls.__dataclass_fields__, "setting")
-        return super().__new__(cls)
-
-    def __post_init__(self) -> None:
-        check_settings(**{name: getattr(self, name) for name in SETTINGS})
-        if not isinstance(self.special, bool):
-            refuse_value("special", self.special, "true or false")
-        if self.top_p is not None and self.top_p < LEAST_TOP_P:
-            object.__setattr__(self, "top_p", LEAST_TOP_P)
-        if self.gamma == "auto":
-            object.__setattr__(self, "gamma", None)
-        object.__setattr__(self, "stop", checked_texts("stop", self.stop))
-        check_whole("max_tokens", self.max_tokens, 0, None)
-        if self.seed is not None:
-            check_whole("seed", self.seed, -(2**63), 2**63 - 1)
-        if self.gamma is not None:
-            check_whole("gamma", self.gamma, 0, None, " or auto")
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                check_whole(name, getattr(self, name), 0, MAX_LOGPROBS)
-        if not isinstance(self.thinking, bool | None):
-            refuse_value("thinking", self.thinking, "true or false")
-        if self.schema is not None:
-            object.__setattr__(self, "schema", checked_schema(self.schema))
-        if self.choice is not None:
-            object.__setattr__(self, "choice", checked_texts("choice", self.choice or ""))
-        for notation in ("regex", "grammar"):
-            if getattr(self, notation) is not None:
-                check_text(notation, getattr(self, notation))
-        given = [notation for notation in NOTATIONS if getattr(self, notation) is not None]
-        if len(given) > 1:
-            raise UserError(f"{' and '.join(given)} are given: a text follows one of them")
-        if self.follows is not None:
-            self.follows.check_size()
-
-    @property
-    def follows(self) -> Grammar | None:
-        """The grammar of the text; None: the text is free."""
-        for notation in NOTATIONS:
-            text = getattr(self, notation)
-            if text is not None:
-                return Grammar(notation, text)
-        return None
-
-
-# ---- The options of an engine --------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Options:
-    """How an engine makes all of its texts."""
-
-    # Tokens of the longest text; None: as many as model and memory allow.
-    max_len: int | None = None
-    max_batch: int = 16  # texts at a time
-    # How drafts are verified: as a block or token by token, which keeps the law of the texts; or
-    # coupled, which makes each text depend on target and seed alone.
-    verify: str = "block"
-    use_cache: bool = True
-    kv: str = "paged"  # blocks on demand; or contiguous: max_batch rows of max_len
-    kv_bits: str | int = 16  # 16, 8, 4 or "8/4": keys in 8, values in 4
-    kv_memory: float | None = None  # bytes of the paged cache; up to 1: a share of free memory
-    prefix_caching: bool = True
-
-    def __new__(cls, *values: Any, **named: Any) -> Options:
-        check_names(named, cls.__dataclass_fields__, "option")
-        return super().__new__(cls)
-
-    def __post_init__(self) -> None:
-        check_choice("verify", self.verify, VERIFY)
-        check_choice("kv", self.kv, ("paged", "contiguous"))
-        check_whole("max_batch", self.max_batch, 1, None)
-        if type(self.max_len) not in (int, type(None)):  # its range is the model's
-            refuse_value("max_len", self.max_len, "a whole number")
-        for name in ("use_cache", "prefix_caching"):
-            if not isinstance(getattr(self, name), bool):
-                refuse_value(name, getattr(self, name), "true or false")
-        if type(self.kv_memory) not in (int, float, type(None)):
-            refuse_value("kv_memory", self.kv_memory, "a share of free memory, or bytes")
-        if self.kv == "contiguous" and self.kv_memory is not None:
-            raise UserError(
-                "kv_memory is for the paged cache: a contiguous one has max_batch rows of max_len"
-            )
-
-
-# ---- Checks --------------------------------------------------------------------------------------
+# Called with the name of a setting and a value: it returns the value as it is kept, or raises
+# UserError.
+Rule = Callable[[str, Any], Any]
 
 
 def refuse_value(name: str, value: Any, rule: str) -> NoReturn:
@@ -151,6 +38,279 @@ def refuse_value(name: str, value: Any, rule: str) -> NoReturn:
     error = UserError(f"{name} is {brief(repr(value), 100)}: it must be {rule}")
     error.param = name
     raise error
+
+
+def within(low: float, high: float, words: str, kind: type = float) -> Rule:
+    """words: the range, as an error tells it. kind int: a whole number, which some write as 3.0."""
+    rule = f"a whole number {words}" if kind is int else words
+
+    def read(name: str, value: Any) -> float:
+        is_in_range = type(value) in (int, float) and low <= value <= high
+        if not is_in_range or (kind is int and value % 1):
+            refuse_value(name, value, rule)
+        return int(value) if kind is int else value
+
+    return read
+
+
+def check_whole(name: str, value: Any, low: int, high: int | None, more: str = "") -> None:
+    """UserError unless it is a whole number of this range."""
+    words = f"of at least {low}" if high is None else f"from {low} to {high}"
+    within(low, math.inf if high is None else high, words + more, int)(name, value)
+
+
+def one_of(*words: str) -> Rule:
+    """One of these words; a number may be given as one: 8."""
+
+    def read(name: str, value: Any) -> str:
+        if str(value) not in words:
+            refuse_value(name, value, f"{', '.join(words[:-1])} or {words[-1]}")
+        return str(value)
+
+    return read
+
+
+def true_or_false(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        refuse_value(name, value, "true or false")
+    return value
+
+
+def list_of_texts(name: str, value: Any) -> tuple[str, ...]:
+    """One text or several, as a tuple."""
+    several = [value] if isinstance(value, str) else value
+    if isinstance(several, (list, tuple)):
+        if all(isinstance(text, str) and text for text in several):
+            return tuple(several)
+    refuse_value(name, value, "a text, or a list of texts, none of them empty")
+
+
+def choices(name: str, value: Any) -> tuple[str, ...]:
+    """Texts, at least one."""
+    return list_of_texts(name, value or "")
+
+
+def unicode_text(name: str, value: Any) -> str:
+    """A text that UTF-8 can spell."""
+    if not isinstance(value, str) or not value or re.search("[\ud800-\udfff]", value):
+        refuse_value(name, value, "a text that is not empty")
+    return value
+
+
+def json_schema(name: str, value: Any) -> str:
+    """A JSON schema, as an object or as its text -> the text."""
+    if isinstance(value, str):
+        Grammar(name, value).check_size()  # before it is read as JSON
+    try:
+        schema = json.loads(value) if isinstance(value, str) else value
+        if isinstance(schema, dict):
+            return json.dumps(schema)
+        wrong = "it is something else"
+    except (TypeError, ValueError, RecursionError) as error:
+        wrong = brief(error, 100)
+    refuse_value(name, value, f'a JSON object, such as {{"type": "object"}} ({wrong})')
+
+
+def top_share(name: str, value: Any) -> float:
+    """The smallest one keeps the most probable token alone, as 0 does."""
+    words = "from 0 (keeps the most probable alone) to 1 (keeps all)"
+    return max(within(0, 1, words)(name, value), LEAST_TOP_P)
+
+
+def num_drafts(name: str, value: Any) -> int | None:
+    """None: gamma.py chooses."""
+    if value == "auto":
+        return None
+    return within(0, math.inf, "of at least 0 or auto", int)(name, value)
+
+
+# ---- Declarations --------------------------------------------------------------------------------
+
+
+def checked(default: Any, rule: Rule, help: str, **more: Any) -> Any:
+    """A field. A default of None is no value, and keeps no rule. help: of its flag. more: neutral,
+    of a setting of sampling: the value that changes nothing."""
+    return field(default=default, metadata=dict(rule=rule, help=help, **more))
+
+
+class Checked:
+    """Its fields are `checked`. UserError for a name or a value that is wrong."""
+
+    def __new__(cls, *values: Any, **named: Any) -> Any:
+        check_names(named, cls.__dataclass_fields__, cls.__name__[:-1].lower())
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value is not None or each.default is not None:
+                rule = each.metadata["rule"]
+                object.__setattr__(self, each.name, rule(each.name, value))
+
+
+@dataclass(frozen=True)
+class Settings(Checked):
+    """How one text is made. A setting of sampling that is None is the one that the model's makers
+    recommend, and a seed of None is drawn (`generate.Model.complete`)."""
+
+    temperature: float | None = checked(
+        None,
+        within(0, 1e30, "from 0 (always the most probable token) to 1e30"),
+        "0: always the most probable token (default: as the model recommends; where it recommends "
+        "nothing 0, in a chat 0.7, with --top-k, --top-p or --min-p 1)",
+        neutral=1.0,
+    )
+    _: KW_ONLY
+    top_k: int | None = checked(
+        None,
+        within(0, 2**31, "from 0 (keeps all) to 2^31", int),
+        "keep the k most probable",
+        neutral=0,
+    )
+    top_p: float | None = checked(
+        None, top_share, "keep the fewest holding this share", neutral=1.0
+    )
+    min_p: float | None = checked(
+        None,
+        within(0, 1, "between 0 (keeps all) and 1"),
+        "keep this share of the largest",
+        neutral=0.0,
+    )
+    seed: int | None = checked(
+        None,
+        within(-(2**63), 2**63 - 1, "from -2^63 to 2^63 - 1", int),
+        "the same seed gives the same text; unset: a new one, which is told",
+    )
+    max_tokens: int = checked(
+        512,
+        within(0, math.inf, "of at least 0", int),
+        "make at most so many (default %(default)s); 0: the prompt is read, and nothing is made",
+    )
+    stop: tuple[str, ...] = checked((), list_of_texts, "end before this text; may be repeated")
+    gamma: int | None = checked(
+        None,
+        num_drafts,
+        "tokens drafted a round, or auto (default): what pays best by the clock, 0 too",
+    )
+    logprobs: int | None = checked(
+        None,
+        within(0, MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}", int),
+        "in JSON: ln p of each token, and of so many of the most probable (before filters)",
+    )
+    prompt_logprobs: int | None = checked(
+        None,
+        within(0, MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}", int),
+        "in JSON: the same, of the prompt's tokens from the second on (--max-tokens 0: of these "
+        "alone)",
+    )
+    special: bool = checked(
+        False,
+        true_or_false,
+        "a raw prompt means the control tokens that it spells (default: they are text)",
+    )
+    thinking: bool | None = checked(
+        None,
+        true_or_false,
+        "whether to think first, for chat templates that ask (Qwen 3; default: the template's)",
+    )
+    schema: str | None = checked(
+        None,
+        json_schema,
+        'a JSON schema: a file, - for standard input, or in place: {"type": …}',
+    )
+    regex: str | None = checked(None, unicode_text, "a regular expression for the whole text")
+    choice: tuple[str, ...] | None = checked(None, choices, "one of these texts; to be repeated")
+    grammar: str | None = checked(None, unicode_text, "a file with a grammar in Lark")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        grammars = self.grammars()
+        if len(grammars) > 1:
+            given = " and ".join(grammar.notation for grammar in grammars)
+            raise UserError(f"{given} are given: a text follows one of them")
+        for grammar in grammars:
+            grammar.check_size()
+
+    def grammars(self) -> list[Grammar]:
+        texts = [(notation, getattr(self, notation)) for notation in NOTATIONS]
+        return [Grammar(notation, text) for notation, text in texts if text is not None]
+
+    @property
+    def follows(self) -> Grammar | None:
+        """The grammar of the text; None: the text is free."""
+        return next(iter(self.grammars()), None)
+
+
+@dataclass(frozen=True)
+class Options(Checked):
+    """How an engine makes all of its texts."""
+
+    max_len: int | None = checked(
+        None,
+        within(2, math.inf, "of at least 2", int),
+        "prompt and answer, at most (default: as memory allows, up to the model's limit)",
+    )
+    max_batch: int = checked(
+        16,
+        within(1, math.inf, "of at least 1", int),
+        "at most so many texts at a time (default %(default)s)",
+    )
+    verify: str = checked(
+        "block",
+        one_of(*VERIFY),
+        "drafts as a block (default), which accepts the most; token by token; or coupled (default "
+        "with --seed, unless --gamma is a number): target and seed alone decide the text",
+    )
+    use_cache: bool = checked(
+        True,
+        true_or_false,
+        "--no-cache: run generate.py's plain_loop, which computes all again for each token, to "
+        "feel the difference",
+    )
+    kv: str = checked(
+        "paged",
+        one_of("paged", "contiguous"),
+        "keys and values in blocks, on demand (paged, default), or in reserved rows (contiguous)",
+    )
+    kv_bits: str = checked(
+        "16",
+        one_of("16", "8", "4", "8/4"),
+        "keep keys and values in 8 or 4 bits, or keys in 8 and values in 4 (8/4; default 16)",
+    )
+    kv_memory: float | None = checked(
+        None,
+        within(0, math.inf, "a share of free memory, or bytes"),
+        "for keys and values: bytes, or, up to 1, a share of what is free (default: what the texts "
+        "may need, at most 80 %% of what is free)",
+    )
+    prefix_caching: bool = checked(
+        True,
+        true_or_false,
+        "--no-prefix-cache: read every prompt from its beginning, also where another began alike",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kv == "contiguous" and self.kv_memory is not None:
+            raise UserError(
+                "kv_memory is for the paged cache: a contiguous one has max_batch rows of max_len"
+            )
+
+
+# The settings of sampling, each with the value that changes nothing, as None does.
+SETTINGS: dict[str, float] = {
+    each.name: each.metadata["neutral"] for each in fields(Settings) if "neutral" in each.metadata
+}
+
+
+def settings_of(given: Mapping[str, Any], defaults: Settings) -> Settings:
+    """The settings among the fields of a JSON object. One that is null, or is not there, is the
+    default's. A grammar takes the place of one in another notation."""
+    names = Settings.__dataclass_fields__
+    chosen = {name: value for name, value in given.items() if name in names and value is not None}
+    if not chosen.keys().isdisjoint(NOTATIONS):
+        chosen = dict.fromkeys(NOTATIONS) | chosen
+    return replace(defaults, **chosen)
 
 
 def check_known(tokens: Sequence[int], vocab_size: int) -> None:
@@ -161,45 +321,6 @@ def check_known(tokens: Sequence[int], vocab_size: int) -> None:
                 f"the prompt has token {token}, and the model has {vocab_size}, from 0 on: change "
                 "the prompt, or the chat template"
             )
-
-
-def check_settings(**settings: Any) -> None:
-    """UserError for a sampling setting out of its range. A setting of None is not set."""
-    for name, value in settings.items():
-        if value is None:
-            continue
-        low, high, rule = RULES[name]
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        is_in_range = is_number and low <= value <= high
-        if not is_in_range or (name == "top_k" and value % 1):
-            refuse_value(name, value, rule)
-
-
-def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    """UserError unless the value is one of these."""
-    if value not in choices:
-        refuse_value(name, value, " or ".join(choices))
-
-
-def checked_texts(name: str, value: Any) -> tuple[str, ...]:
-    """One text or several, as a tuple. UserError for anything else."""
-    texts = [value] if isinstance(value, str) else value
-    if isinstance(texts, (list, tuple)):
-        if all(isinstance(text, str) and text for text in texts):
-            return tuple(texts)
-    refuse_value(name, value, "a text, or a list of texts, none of them empty")
-
-
-def check_whole(name: str, value: Any, low: int, high: int | None, otherwise: str = "") -> None:
-    """UserError unless the value is a whole number from `low` to `high` (None: no limit)."""
-    is_whole = type(value) is int
-    is_low = is_whole and value < low
-    is_high = is_whole and high is not None and value > high
-    if not is_whole or is_low or is_high:
-        rule = f"from {low} to {high}"
-        if high is None:
-            rule = f"of at least {low}"
-        refuse_value(name, value, f"a whole number {rule}{otherwise}")
 
 
 # ---- What a text may follow: grammar.py ----------------------------------------------------------
@@ -222,23 +343,3 @@ class Grammar(NamedTuple):
             raise UserError(
                 f"{self} has {size:,} characters: at most {MAX_GRAMMAR:,} are compiled; shorten it"
             )
-
-
-def checked_schema(schema: Any) -> str:
-    """A JSON schema, as an object or as its text -> the text. UserError for anything else."""
-    if isinstance(schema, str):
-        Grammar("schema", schema).check_size()  # before it is read as JSON
-    try:
-        fields = json.loads(schema) if isinstance(schema, str) else schema
-        if isinstance(fields, dict):
-            return json.dumps(fields)
-        wrong = "it is something else"
-    except (TypeError, ValueError, RecursionError) as error:
-        wrong = brief(error, 100)
-    refuse_value("schema", schema, f'a JSON object, such as {{"type": "object"}} ({wrong})')
-
-
-def check_text(notation: str, text: Any) -> None:
-    """UserError unless it is a text, not empty, that UTF-8 can spell."""
-    if not isinstance(text, str) or not text or re.search("[\ud800-\udfff]", text):
-        refuse_value(notation, text, "a text that is not empty")

@@ -3,7 +3,7 @@
 import gc
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import contextmanager
 from itertools import chain
 from unittest.mock import patch
@@ -16,43 +16,23 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from batcher import RETRY_AFTER, Batcher
-from conftest import add_noise, examples, random_llama, write_model
-from drafters import Drafter, ModelDrafter, NgramDrafter, SelfDrafter
+from conftest import examples
+from drafters import NgramDrafter
 from errors import UserError
 from generate import Engine, Model, load_draft
-from kvcache import Cache, KVCache, KVSpec
+from kvcache import Cache, KVCache
 from model import Llama
-from paged import PagedCache
-from proof import Walk, distance, enumerate_law
 from quant import Bits
 from request import OutputStream, Request, Settings
 from runner import ModelRunner, ScheduledRequest
 from sampling import TokenLogprob, token_logprobs
 from settings import Options
 from speculative import Drawing
-from test_drafters import LastToken
-from test_speculative import COPY, DRAFT, TARGET, Kind, new_tokens
+from testing.folders import write_model
+from testing.toys import LastToken, new_tokens
+from testing.worlds import LLAMA, drafter_of, paged, random_tokens
 
 V = 259
-
-
-LLAMA = random_llama(1, max_position_embeddings=300)
-SMALLER = random_llama(1, max_position_embeddings=300, num_hidden_layers=1)
-# As if its weights were rounded.
-ROUNDED = add_noise(random_llama(1, max_position_embeddings=300))
-
-
-def paged(llama: Llama, blocks: int, size: int, sharing=True, bits: Bits = (16, 16)) -> PagedCache:
-    return PagedCache(llama.kv_spec(bits=bits), blocks, size, prefix_caching=sharing)
-
-
-def drafter_of(name: str, cache: Cache, make_cache: Callable[[Llama], Cache]) -> Drafter | None:
-    """cache: the target's; make_cache: makes another."""
-    if name == "model":
-        return ModelDrafter(SMALLER, make_cache(SMALLER))
-    if name == "self":
-        return SelfDrafter(ROUNDED, cache)
-    return NgramDrafter() if name == "ngram" else None
 
 
 def made_alone(request: Request, drafter="none", coupled=False, bits: Bits = (16, 16)) -> Request:
@@ -85,10 +65,6 @@ def numbers(entries: Sequence[TokenLogprob]) -> Tensor:
 # ---- Any workload
 
 PREFIX = torch.randint(256, (200,), generator=torch.Generator().manual_seed(5)).tolist()
-
-
-def random_tokens(count: int, seed: int = 0) -> list[int]:
-    return torch.randint(256, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 @st.composite
@@ -214,35 +190,6 @@ def test_every_request_gets_the_tokens_it_gets_alone(w):
         assert w["drafter"] != "none" or set(request.origins) <= {"plain"}
     if not w["contiguous"]:
         assert cache.check()[2] == 0  # no live block
-
-
-@pytest.mark.parametrize("drafter", ["model", "self"])
-def test_law_of_a_batch_whose_texts_are_preempted(drafter):
-    """The enumeration runs through the batcher, over a pool so small that texts are read again."""
-    kinds = [Kind((1,), 2, 4, (1,)), Kind((0, 2), 1, 4, (0,)), Kind((2, 1), 3, 3, (1,))]
-    num_preemptions = 0
-
-    def run(walk: Walk, n: int) -> list:
-        nonlocal num_preemptions
-        chosen = [branch.decide([1.0] * len(kinds)) for branch in walk.branches]
-        requests = [kinds[i].request(row) for row, i in enumerate(chosen)]
-        blocks = max(3, n // 2)
-        cache = PagedCache(KVSpec(1, 1, 1, dtype=torch.float64), blocks, 2)
-        drafts = SelfDrafter(COPY, cache)
-        if drafter == "model":
-            drafts = ModelDrafter(
-                DRAFT, PagedCache(KVSpec(1, 1, 1, dtype=torch.float64), 2 * blocks, 1)
-            )
-        runner = ModelRunner(TARGET, cache, Drawing(3, make_coin=walk), drafter=drafts)
-        list(Batcher(runner, max(2, n)).run(requests))
-        num_preemptions += sum(request.num_preemptions for request in requests)
-        return list(zip(chosen, map(new_tokens, requests)))
-
-    law = enumerate_law(run, width=64)
-    for i, kind in enumerate(kinds):
-        law_of_kind = {text: p for (j, text), p in law.items() if j == i}
-        assert distance(law_of_kind, kind.law()) < 1e-12
-    assert num_preemptions > 10
 
 
 # ---- The log-probabilities of prompts

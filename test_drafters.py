@@ -8,65 +8,27 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from checkpoint.config import Config
-from conftest import SMALL, Place
-from drafters import Drafter, ModelDrafter, NgramDrafter, SelfDrafter
+from drafters import ModelDrafter, NgramDrafter, SelfDrafter
 from generate import Draft, Engine, Model, load_draft
 from kernels import Ops
 from kvcache import CacheFull, KVCache, KVSpec
 from model import Llama
 from paged import PagedCache
-from proof import Toy, Walk, distance, enumerate_law
+from proof import Toy
 from quant import WIDTHS, quantize
 from request import Request, Settings
 from runner import ModelRunner, ScheduledRequest
 from sampling import probabilities
 from settings import Options
-from speculative import Drawing, Proposal, Round
-from test_speculative import COPY, CPU, KINDS, TARGET, new_tokens, play, toy_cache
+from speculative import Drawing, Round
+from testing.models import SMALL, proposed, read
+from testing.toys import COPY, TARGET, Place, toy_cache
 
 
 def toy_round(request: Request, num_drafts: int, V: int = 3) -> Round:
     return Round([request], [num_drafts], Drawing(V), target=Place(dtype=torch.float64))
-
-
-class Largest(TorchDispatchMode):
-    """How many numbers the largest tensor has that an operation makes; a view is not made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        results = func(*args, **(kwargs or {}))
-        if not func.is_view:
-            sizes = [x.numel() for x in tree_leaves(results) if isinstance(x, Tensor)]
-            self.numel = max(self.numel, *sizes, 0)
-        return results
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here: to say so to torch._dynamo would import it, in seconds."""
-        return False
-
-
-class LastToken(Drafter):
-    """Drafts the last token once more."""
-
-    def most(self, request: Request, wanted: int) -> int:
-        return wanted
-
-    def propose(self, round: Round) -> Proposal:
-        proposal = round.no_drafts()
-        drafted, q = proposal
-        for b, (request, num_drafts) in enumerate(zip(round.requests, round.num_drafts)):
-            drafted[b, :num_drafts] = request.tokens[-1]
-            if q is not None:
-                q[b, :num_drafts, request.tokens[-1]] = 1
-        return proposal
 
 
 # ---- n-grams
@@ -115,42 +77,7 @@ def test_ngram_proposal_is_a_one_hot_distribution():
     assert q[0, 0, 3] == q[0, 1, 1] == 1
 
 
-# ---- Any drafter is exact
-
-
-@pytest.mark.parametrize("make", [NgramDrafter, LastToken])  # those without weights
-@pytest.mark.parametrize("kind", KINDS)
-def test_law_with_a_drafter_without_weights(make, kind):
-    def run(walk: Walk, n: int) -> list:
-        runner = ModelRunner(
-            TARGET, toy_cache(n), Drawing(TARGET.V, make_coin=walk), drafter=make()
-        )
-        requests = [kind.request(seed) for seed in range(n)]
-        play(runner, requests)
-        return list(map(new_tokens, requests))
-
-    assert distance(enumerate_law(run, width=256), kind.law()) < 1e-12
-
-
 # ---- In coupled mode nobody reads the distributions
-
-
-def read(drafter: Drafter, request: Request, count: int) -> None:
-    """Read the text's first tokens, as with a chunk of the target's."""
-    drafter.learn([ScheduledRequest(request, 0, count, samples=False)], None)
-
-
-def proposed(
-    drafter: Drafter, coupled: bool, B: int, V: int, device: torch.device = CPU
-) -> tuple[list, Tensor | None, int]:
-    """Three drafts of each text -> the tokens, their distributions, and what `Largest` says."""
-    requests = [Request([7, 30, 4, 7, 30], Settings(1.0, seed=seed)) for seed in range(B)]
-    for request in requests:
-        read(drafter, request, 3)
-    round = Round(requests, [3] * B, Drawing(V, coupled), target=Place(device))
-    with Largest() as largest:
-        drafted, q = drafter.propose(round)
-    return drafted.tolist(), q, largest.numel
 
 
 @pytest.mark.parametrize("B", [1, 3])  # a lone text is drafted in C, where there is a compiler

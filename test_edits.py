@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 import edits
-from conftest import ROOT, program
 from exercise import EXERCISES, NAMED, blanked, sources
 from kernels import Ops
+from testing.pages import ROOT
+from testing.programs import program
 
 COMMAND = "run `python -m cpu.accept` when `pytest cpu gpu` passes: edits.json is old"
 DRAFT = "--draft tiny-draft --gamma 3 --max-tokens 60"

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from conftest import FOLDERS, ROOT, program
 from exercise import BLANK, EXERCISES, NAMED, Exercise, blanked, exercise_flags, run
 from exercise import FOLDERS as COPIED
-from test_house import tree
+from testing.pages import FOLDERS, ROOT, tree
+from testing.programs import program
 
 each = pytest.mark.parametrize("exercise", EXERCISES, ids=NAMED)
 

@@ -18,18 +18,20 @@ from safetensors.torch import load_file, save_file
 import generate as page
 from checkpoint.formats import Quantization
 from checkpoint.hub import find_model
-from conftest import CHATML, add_noise, random_llama, write_model
+from checkpoint.weights import weight_bytes
 from errors import UserError
 from generate import DRAFTS, Draft, Engine, Model, generate, load_draft, plain_loop, stream
 from grammar import Grammars
 from kernels import Ops
 from kvcache import CacheFull
-from model import Llama, weight_bytes
+from model import Llama
 from quant import nf4, widths
 from request import OutputStream, Request, Settings
 from settings import VERIFY, Options
-from test_drafters import LastToken
-from test_eagle import random_head, write_head
+from testing.folders import CHATML, write_model
+from testing.heads import random_head, write_head
+from testing.models import add_noise, random_llama
+from testing.toys import LastToken
 
 PROMPT = "Once upon a time, there was a little"
 
@@ -133,7 +135,7 @@ def test_several_prompts_are_a_batch_in_order(model):
     assert [result.index for result in results] == [0, 1, 2, 3]
     alone = [generate(prompt, model, **settings) for prompt in prompts]
     assert [result.tokens for result in results] == [result.tokens for result in alone]
-    assert results[0].to_dict()["text"] == alone[0].text
+    assert results[0].text == alone[0].text
     assert generate(["Tom"], model, **settings)[0].text == alone[0].text
     assert generate([], model) == []
 
@@ -341,7 +343,7 @@ def test_an_option_says_how_drafts_are_verified(model):
         assert drawing.by_token == (verify == "token")
         assert drawing.coupled == (verify == "coupled")
     assert Options().verify == VERIFY[0] == "block"
-    with pytest.raises(UserError, match="^verify is 'exact': it must be block or token or coupled"):
+    with pytest.raises(UserError, match="^verify is 'exact': it must be block, token or coupled"):
         Options(verify="exact")
 
 

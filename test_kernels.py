@@ -17,17 +17,21 @@ from hypothesis import strategies as st
 
 import kernels
 import sampling
-from conftest import Place, amid, examples, model_chain, poison, program, random_llama
+from conftest import examples
 from flash import Flash, triton
 from kernels import HeadNorm, Linear, Ops, attention, rotate, rotated
 from kvcache import AttentionMetadata, Cache, KVSpec, SequenceSlice, Store
 from model import Llama
 from paged import PagedCache
-from quant import FORMATS, KEY_GROUP, Bits, Quantized, quantize, spread
+from quant import KEY_GROUP, Bits, Quantized, quantize, spread
 from request import Request, Settings
 from sampling import TEXT, Keyed, accept_role, draft_role, mix, probabilities, uniform
 from settings import SETTINGS
 from speculative import Drawing, Proposal, Round, verify_block
+from testing.models import model_chain, num_found, random_llama
+from testing.programs import program
+from testing.tensors import LAYOUTS, Tensors, amid, laid_out, poison, stands_for
+from testing.toys import Place
 
 TOLERANCE = {
     torch.float64: 1e-12,
@@ -35,7 +39,6 @@ TOLERANCE = {
     torch.float16: 4e-3,
     torch.bfloat16: 3e-2,
 }  # about four roundings
-Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def slow(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -173,67 +176,10 @@ SHAPE = dict(
     rms_norm_eps=0.1,
 )
 
-OTHER_LAYOUTS = ["INT8 in groups", "INT8 with zeros", "INT4 in order", "INT8 by INT8", "FP8 by FP8"]
-OTHER_LAYOUTS += ["INT8 with fractions", "INT4 with fractions"]  # zeros that are not whole
-LAYOUTS = [16, *FORMATS, *OTHER_LAYOUTS]  # of weights
-
-
-def laid_out(w: torch.Tensor, layout: int | str, group: int) -> torch.Tensor | Quantized:
-    """W: [N, K] as it is, as `quantize` makes it, or as other programs' folders may have it."""
-    N, K = w.shape
-    M = -(-K // group)
-    if layout == 16:
-        return w
-    if layout in FORMATS:
-        return quantize(w, layout, group)
-    if layout == "INT4 in order":
-        q = quantize(w, 4, group)
-        return q._replace(scale=q.scale.half(), order=torch.randperm(K))
-    if layout == "INT8 by INT8":
-        return quantize(w, 8)._replace(input_bits=8)
-    if layout == "FP8 by FP8":
-        return quantize(w, "fp8")._replace(input_bits=8)
-    if layout == "INT4 with fractions":
-        q = quantize(w, 4, group)
-        return q._replace(scale=q.scale.float() * 1.01, zero=q.zero + torch.rand(N, M))
-    values = torch.randint(-128, 128, (N, K), dtype=torch.int8)
-    scale = torch.rand(N, M) / 64
-    if layout == "INT8 with fractions":
-        return Quantized(8, values, scale, zero=torch.randn(N, M) * 50, columns=K, group=group)
-    if layout == "INT8 in groups":
-        return Quantized(8, values, scale, zero=None, columns=K, group=group)
-    zero = torch.randint(-128, 128, (N, M), dtype=torch.int16)
-    return Quantized(8, values, scale.half(), zero=zero, columns=K, group=group)
-
-
-def stands_for(w: torch.Tensor | Quantized, x: torch.Tensor) -> Tensors:
-    """The numbers of W, of x as W multiplies it, and of the sum of their sizes: float64."""
-    wide = w.double() if isinstance(w, torch.Tensor) else w.dequantize(torch.float64)
-    if isinstance(w, Quantized) and w.input_bits == 8:
-        values, scale = FORMATS[w.bits].round(x)
-        x = values.double() * scale.double()
-    x = x.double()
-    return wide, x, x.abs() @ wide.abs().T
-
-
-def heads_first(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu"
-) -> torch.Tensor:
-    """[L, N, S, G, D], in memory with all tokens of a head together."""
-    L, N, S, G, D = shape
-    return torch.empty((L, G, N, S, D), dtype=dtype, device=device).permute(0, 2, 3, 1, 4)
-
 
 def random_rope(T: int, D: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     angles = torch.rand(T, 1, D // 2) * 6
     return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def num_found(cache: PagedCache, tokens: list[int]) -> int:
-    """How many of these tokens another text would find in the cache."""
-    seq, num_cached = cache.open(tokens)
-    cache.free(seq)
-    return num_cached
 
 
 def logits_of(llama: Llama, text: list[int]) -> torch.Tensor:
@@ -816,7 +762,7 @@ class TestFlash(Contract):
 COMPILED = """
 import torch
 from flash import Flash
-from gpu.test_crosscompile import compile_launches
+from gpu.testing import compile_launches
 from kvcache import KVSpec
 from paged import PagedCache
 
@@ -836,7 +782,7 @@ for report in compile_launches(run):
 @pytest.mark.skipif(triton is None, reason="Triton exists for Linux only")
 def test_flash_compiles_for_a_gpu_that_is_not_there(monkeypatch):
     """For Llama 3.1 8B on sm_90; in a process without the interpreter."""
-    pytest.importorskip("gpu.test_crosscompile", reason="needs gpu/ to read what the compiler made")
+    pytest.importorskip("gpu.testing", reason="needs gpu/ to read what the compiler made")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     done = program("-c", COMPILED)
     assert done.returncode == 0, done.stderr

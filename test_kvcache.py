@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from conftest import attend, poison, random_llama
 from errors import UserError
 from kernels import Ops, attention, ops_for
 from kvcache import (
@@ -25,7 +24,8 @@ from kvcache import (
 from model import Llama
 from paged import PagedCache
 from quant import KEY_GROUP, widths
-from test_kernels import heads_first
+from testing.models import random_llama
+from testing.tensors import attend, heads_first, poison
 
 L, G, H, D, N, S = 2, 2, 4, 6, 9, 3
 OPS = ops_for("cpu")

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file
 
 from checkpoint.config import Config
-from conftest import SMALL, random_llama
 from errors import UserError
 from kernels import Ops
 from kvcache import KVCache
 from model import Llama
+from testing.models import SMALL, random_llama
 
 DATA = Path(__file__).parent / "test_data"
 EXPECTED = load_file(DATA / "expected.safetensors")

@@ -7,9 +7,9 @@ import sys
 import pytest
 
 import museum
-from conftest import ROOT
 from museum import ROOMS, Exhibit, planted
 from sampling import draft_role
+from testing.pages import ROOT
 
 
 @pytest.mark.slow

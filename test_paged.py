@@ -9,12 +9,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from conftest import attend, poison, random_llama
 from errors import UserError
 from kernels import attention, ops_for
 from kvcache import CacheFull, KVSpec
 from model import Llama
 from paged import BlockPool, PagedCache, blocks_that_fit
+from testing.models import random_llama
+from testing.tensors import attend, poison
 
 L, G, H, D, BLOCKS, S = 2, 2, 4, 6, 9, 3
 

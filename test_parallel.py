@@ -1,24 +1,18 @@
 """Two and four processes of this machine have the numbers of one. They are started once, and call
 the functions that they are sent."""
 
-import io
 import json
 import math
 import multiprocessing
 import os
 import re
 import signal
-import socket
-import struct
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import replace
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -29,29 +23,23 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.launch import (
-    GRACE,
-    connect,
-    end_with_peer,
-    follow,
-    handle_signal,
-    joined,
-    read_once,
-    waiting_signals,
-)
-from app.shell import handled
-from app.test_chat import Terminal
+from app.launch import read_once
 from checkpoint.config import Config
 from checkpoint.layouts import load_quantization
-from conftest import ROOT, SMALL, examples, heard, write_model
+from checkpoint.weights import weight_bytes
+from conftest import examples
 from errors import UserError
 from generate import Engine, Model, check_draft, load_draft
 from kvcache import KVCache, KVSpec
-from model import Llama, weight_bytes
-from parallel import group_for, num_processes, shard_config, shard_tensor, stop_flag
-from request import OutputStream, Settings
+from model import Llama
+from parallel import group_for, num_processes, shard_tensor
+from request import Settings
 from settings import Options
-from test_eagle import random_head, write_head
+from testing.folders import write_model
+from testing.heads import random_head, write_head
+from testing.models import SMALL
+from testing.pages import ROOT
+from testing.programs import Terminal, heard
 
 WIDE = dict(hidden_size=32, intermediate_size=256, head_dim=64, num_key_value_heads=4)
 QUIET = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -125,82 +113,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "qwen3": write_model(folder / "qwen3", seed=1, model_type="qwen3"),
         "wide": write_model(folder / "wide", seed=2, **WIDE),  # two shards of groups of 128
     }
-
-
-# ---- Signals and time
-
-
-def test_a_signal_waits_for_the_end_of_the_outer_block():
-    reached = []
-    before = signal.signal(signal.SIGINT, handle_signal)
-    try:
-        with pytest.raises(KeyboardInterrupt), waiting_signals():
-            with waiting_signals():
-                reached.append("inner")
-            os.kill(os.getpid(), signal.SIGINT)
-            reached.append("outer")
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert reached == ["inner", "outer"]
-
-
-def test_processes_wait_for_each_other_without_a_limit(monkeypatch):
-    """The first one may wait for its reader."""
-    asked = {}
-    monkeypatch.setattr("app.launch.others", lambda n, arguments: nullcontext((None, 0, n)))
-    monkeypatch.setattr(dist, "init_process_group", lambda **how: asked.update(how))
-    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
-    with joined(2, torch.device("cpu"), []) as device:
-        assert device.type == "cpu"
-    assert asked["world_size"] == 2 and asked["timeout"] > timedelta(days=30)
-
-
-def test_a_process_of_torchrun_ends_with_its_peer(monkeypatch, capsys):
-    """Which is done, has ended before, or is out of reach."""
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setattr(os, "_exit", sys.exit)
-    monkeypatch.setattr(sys, "__stderr__", sys.stderr)
-    for act, words in (
-        (lambda peer: peer.send(b"."), ""),
-        (socket.socket.close, "the process on 127.0.0.1 has ended"),
-        (reset, "127.0.0.1 cannot be reached"),
-    ):
-        for is_first in (True, False):
-            store = dist.HashStore()
-            with ThreadPoolExecutor(1) as pool:
-                others = pool.submit(connect, store, 0, 2)
-                ends = [*connect(store, 1, 2), *others.result()]
-            act(ends[is_first].connection)
-            with pytest.raises(SystemExit, match="2") if words else nullcontext():
-                end_with_peer(ends[not is_first])
-            assert capsys.readouterr().err == (f"error: {words}, and so all end\n" if words else "")
-
-
-def reset(peer: socket.socket) -> None:
-    """Let the other end's next call fail."""
-    peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    peer.close()
-
-
-def test_a_process_after_the_first_tells_its_error_if_nobody_ends_it(monkeypatch):
-    """An interrupt is the first one's to tell."""
-    slept = []
-    told = io.StringIO()
-    monkeypatch.setattr("app.launch.time.sleep", slept.append)
-    monkeypatch.setattr(sys, "__stderr__", told)
-    for error, status, line in (
-        (KeyboardInterrupt(), 0, ""),
-        (UserError("too long"), 2, "error: too long\n"),
-    ):
-
-        def fails() -> None:
-            print("a text")
-            raise error
-
-        for stream in ("stdin", "stdout", "stderr"):
-            monkeypatch.setattr(sys, stream, getattr(sys, stream))
-        assert (follow(fails), told.getvalue()) == (status, line)
-    assert slept == [GRACE]
 
 
 # ---- The same texts
@@ -365,9 +277,9 @@ def test_a_model_that_cannot_be_shared_is_refused_by_name(n, G, R, F):
         wrong.append("intermediate_size")
     if wrong:
         with pytest.raises(UserError, match=f"^{wrong[0]} is .*which {n} processes cannot share"):
-            shard_config(config, n)
+            config.shard(n)
     else:
-        shard = shard_config(config, n)
+        shard = config.shard(n)
         assert shard.query_size * n == config.query_size
         assert shard.kv_size == max(config.kv_size // n, config.head_dim)
 
@@ -386,14 +298,14 @@ def test_groups_of_columns_are_cut_whole_or_refused():
         (ours | dict(bits="nf4"), "· 64 columns"),
     ):
         with pytest.raises(UserError, match=says):
-            shard_config(stored_as(fields), 2)
+            stored_as(fields).shard(2)
     fp8 = ours | dict(bits="fp8", group=128, head_bits=8)
     for fields in (gptq | dict(group_size=-1), fp8):
-        assert shard_config(stored_as(fields), 2).intermediate_size == 48
+        assert stored_as(fields).shard(2).intermediate_size == 48
     with pytest.raises(
         UserError, match="vocab_size is 15, which 4 processes cannot share: it must be at least 16;"
     ):
-        shard_config(replace(config, vocab_size=15), 4)
+        replace(config, vocab_size=15).shard(4)
 
 
 # ---- Cost
@@ -500,45 +412,6 @@ def test_memory_is_shared_and_what_is_read_is_the_first_processes(everywhere, mo
     assert draft_refused == refused
 
 
-def interrupted(folder: Path) -> list[Any]:
-    """A signal in the first process after five pieces of text; then other texts are made."""
-    model = Model.load(folder, "cpu", torch.float64)
-    engine = Engine(model, None, Options(max_len=60, max_batch=3), tokens=300)
-    handler = signal.SIG_IGN if dist.get_rank() else handle_signal
-    done: list[Any] = []
-    with handled([signal.SIGINT], handler):
-        for after in (5, 100):
-            pieces = []
-
-            def show(piece: str, origin: str) -> None:
-                pieces.append(piece)
-                if len(pieces) == after and dist.get_rank() == 0:
-                    os.kill(os.getpid(), signal.SIGINT)
-                    assert stop_flag.error is not None
-
-            streams = []
-            for seed in (1, 2):
-                chosen = Settings(seed=seed, temperature=1.0, max_tokens=20)
-                request = model.request("abc", chosen)
-                streams.append(OutputStream(model.tokenizer, request, "abc", show=show))
-            try:
-                with waiting_signals():
-                    for result in engine.serve(streams):
-                        done.append((result.tokens, result.finish_reason))
-            except KeyboardInterrupt:
-                done.append("interrupted")
-    return done
-
-
-def test_a_stop_flag_stops_all_after_the_same_step(everywhere, models):
-    a, b = everywhere(2, interrupted, models["biased"])
-    assert a == b and a[2] == "interrupted"
-    assert {reason for _, reason in a[:2]} == {"interrupted"} and 2 <= len(a[0][0]) < 20
-    asked = [dict(prompt="abc", seed=seed, temperature=1.0, max_tokens=20) for seed in (1, 2)]
-    alone = texts_of(models["biased"], 16, None, False, {}, asked)
-    assert sorted(tokens for tokens, _ in a[3:]) == sorted(tokens[-20:] for tokens, *_ in alone)
-
-
 # ---- The command line
 
 
@@ -571,69 +444,87 @@ def test_torchrun_starts_it_too():
 on_linux = pytest.mark.skipif(
     not Path("/proc/self/task").exists(), reason="Linux's /proc has the children of a process"
 )
+FOREVER = json.dumps(dict(prompt="Once", max_tokens=900, stop="no such text"))
+NOBODY = "error: process 2 of 2 was killed, and so all end"
 
 
-@on_linux
-@pytest.mark.slow
-@pytest.mark.parametrize("is_first", [False, True])
-def test_when_a_process_is_killed_all_end(is_first):
-    """Amid a batch. Nobody is left to tell it if it is the first one."""
-    asked = [dict(prompt="Once", seed=i, max_tokens=900, stop="no such text") for i in range(4)]
-    asked[3]["max_tokens"] = 1
-    with subprocess.Popen(
-        [sys.executable, "generate.py", "--tensor-parallel", "2", "--prompts", "-"],
+def shared_out(*flags: str) -> subprocess.Popen[str]:
+    """generate.py --tensor-parallel 2, in a session of its own, as a terminal has one."""
+    return subprocess.Popen(
+        [sys.executable, "generate.py", "--tensor-parallel", "2", *flags],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         cwd=ROOT,
         env=QUIET,
-    ) as first:
-        first.stdin.write("\n".join(map(json.dumps, asked)))
-        first.stdin.close()
-        assert json.loads(first.stdout.readline())["index"] == 3
-        begin = time.perf_counter()
-        os.kill(first.pid if is_first else children(first.pid)[0], signal.SIGKILL)
-        said = first.stderr.read().splitlines()  # until the last process has closed it
-    errors = [line for line in said if not re.match("running|keys|.*tokens", line)]
-    told = ["error: process 2 of 2 was killed, and so all end"]
-    assert time.perf_counter() - begin < 10
-    assert (first.returncode, errors) == ((-signal.SIGKILL, []) if is_first else (2, told))
+        start_new_session=True,
+        preexec_fn=heard,
+    )
+
+
+def errors(said: str) -> list[str]:
+    return [line for line in said.splitlines() if not re.match("running|keys|.*tokens", line)]
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "lines, status, told",
+    [
+        ('{"prompt": 5}', 1, ["line 1 is left out: prompt is 5: it must be a text"]),
+        ("\udcff", 2, ["error: \\udcff has bytes that are no text here: write it in UTF-8"]),
+    ],
+)
+def test_what_is_wrong_is_said_once_and_the_status_is_the_first_processes(lines, status, told):
+    flags = ["--prompts", "-"] if status == 1 else [lines]
+    done = shared_out(*flags)
+    out, said = done.communicate(lines if status == 1 else None)
+    assert done.returncode == status and out.count("\n") == (status == 1)
+    assert [line[: len(start)] for line, start in zip(errors(said), told, strict=True)] == told
+
+
 @on_linux
-def test_in_a_chat_ctrl_c_ends_an_answer_and_then_the_program():
-    terminal = Terminal("--tensor-parallel", "2", "--max-tokens", "60", "--seed", "1")
-    terminal.read_until("> ")
-    (other,) = children(terminal.process.pid)
-    assert os.getsid(other) == other  # the terminal's Ctrl-C is not for it
-    os.write(terminal.controller, b"Once upon a time\n")
-    terminal.read_until("\n")
-    terminal.read_until(" ")
-    terminal.process.send_signal(signal.SIGINT)
-    assert "(interrupted)" in terminal.read_until("> ")
-    assert " tokens (" in terminal.type("The dog")
-    time.sleep(1)  # Python's `input` does not hear a signal between its prompt and its wait
-    terminal.process.send_signal(signal.SIGINT)
-    assert terminal.process.wait(timeout=30) == 130
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "number, status, told",
+    [(signal.SIGINT, 130, []), (signal.SIGTERM, 143, []), (signal.SIGKILL, 2, [NOBODY])],
+)
+def test_amid_a_batch_all_processes_end_at_once(number, status, told):
+    """After a signal to the group of a terminal; or when one of them is killed."""
+    first = shared_out("--prompts", "-")
+    short = json.dumps(dict(prompt="Once", max_tokens=1))
+    first.stdin.write("\n".join([FOREVER, FOREVER, short]))
+    first.stdin.close()
+    assert json.loads(first.stdout.readline())["index"] == 2
+    processes = children(first.pid)
+    assert len(processes) == 2
+    begin = time.perf_counter()
+    if number == signal.SIGKILL:
+        os.kill(processes[1], number)
+    else:
+        os.killpg(first.pid, number)
+    said = first.stderr.read()  # until the last process has closed it
+    assert time.perf_counter() - begin < 10
+    assert (first.wait(), errors(said)) == (status, told)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in processes)
 
 
 @on_linux
 @pytest.mark.slow
 def test_an_interrupt_while_processes_begin_ends_all_in_silence():
-    """A Ctrl-C at a terminal while the other process begins."""
-    with subprocess.Popen(
-        [sys.executable, "generate.py", "--tensor-parallel", "2", "Once"],
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-        cwd=ROOT,
-        start_new_session=True,
-        preexec_fn=heard,
-        env=QUIET,
-    ) as first:
-        while first.poll() is None and not children(first.pid):
-            time.sleep(0.01)
-        os.killpg(first.pid, signal.SIGINT)  # all processes of the terminal's group
-        assert (first.communicate()[1], first.wait()) == ("", 130)
+    first = shared_out("Once")
+    while first.poll() is None and len(children(first.pid)) < 2:
+        time.sleep(0.01)
+    time.sleep(1)  # until now Python itself tells a signal
+    os.killpg(first.pid, signal.SIGINT)
+    assert first.communicate() == ("", "") and first.returncode == 130
+
+
+@on_linux
+@pytest.mark.slow
+def test_in_a_chat_the_first_process_has_the_terminal_and_ctrl_c_ends_all():
+    terminal = Terminal("--tensor-parallel", "2", "--max-tokens", "20", "--seed", "1")
+    terminal.read_until("> ")
+    assert " tokens (" in terminal.type("Once upon a time")
+    terminal.process.send_signal(signal.SIGINT)
+    assert terminal.process.wait(timeout=30) == 130

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 import quant
 from checkpoint.config import Config
-from conftest import LARGE, SMALL, peak
 from errors import UserError
 from model import Llama
 from quant import (
@@ -26,6 +25,8 @@ from quant import (
     round_up,
     unpack4,
 )
+from testing.models import LARGE, SMALL
+from testing.programs import peak
 
 MAX = torch.finfo(torch.float32).max
 KINDS = {

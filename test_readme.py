@@ -10,14 +10,16 @@ from importlib.util import find_spec
 
 import pytest
 
+import bounds
 import grammar
 import settings
 from app import asgi, connections, openai, server
 from app.flags import generate_flags, server_flags
 from checkpoint import sandbox
-from conftest import FOLDERS, PAGES, ROOT, program
 from exercise import exercise_flags
-from test_house import ENGINE, ORDER, nodes, tree
+from test_house import ENGINE, ORDER
+from testing.pages import FOLDERS, PAGES, ROOT, nodes, tree
+from testing.programs import program
 
 for name in ("bench", "train.distill", "train.quantize", "cpu", "gpu"):
     pytest.importorskip(name, reason="README.md is that of the whole tree")
@@ -27,7 +29,8 @@ import bench
 from measure import pictures
 from train import distill, quantize
 
-DOCUMENTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in bench.DOCUMENTS}
+NAMES_OF_DOCUMENTS = (*bench.DOCUMENTS, "docs/server.md", "CONTRIBUTING.md")
+DOCUMENTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in NAMES_OF_DOCUMENTS}
 README = DOCUMENTS["README.md"]
 TOUR = DOCUMENTS["TOUR.md"]
 EVERY = "\n".join(DOCUMENTS.values())
@@ -42,7 +45,7 @@ DEMONSTRATIONS = ("sampling", "gamma", "speculative", "train.bpe", "kernels")  #
 def test_tables_and_pictures_are_those_of_the_results():
     for name, text in DOCUMENTS.items():
         assert bench.with_figures(text) == text, f"{name}: bench.py --readme"
-    assert "<!-- memory of models -->" in README
+    assert "<!-- memory of models -->" in EVERY
     named = re.findall(r"figures of (results/[\w.-]+)", EVERY)
     for name, picture in pictures.draw_all(bench.load_results(named[0])).items():
         stored = (ROOT / "results" / f"{name}.svg").read_text(encoding="utf-8")
@@ -76,9 +79,9 @@ def test_the_table_of_bounds_is_that_of_the_code():
         [openai.MAX_ECHOED],
         [
             settings.MAX_GRAMMAR,
-            grammar.MAX_PATTERN_CHARACTERS,
-            grammar.MAX_NAMES,
-            grammar.MAX_REMAINDERS,
+            bounds.MAX_PATTERN_CHARACTERS,
+            bounds.MAX_NAMES,
+            bounds.MAX_REMAINDERS,
         ],
         [server.MAX_COMPILING, server.COMPILE_SECONDS],
         [grammar.LIMITS["step_max_items"], 1000 * grammar.SLOW_MASK, 1000 * grammar.SLOW_STEP],
@@ -107,10 +110,11 @@ def test_links_lead_somewhere():
             target, _, anchor = link.partition("#")
             if link.startswith("http"):
                 continue
-            beside = (ROOT / name).parent / target
-            assert beside.exists() or (ROOT / target).exists(), link
+            path = (ROOT / name).parent / target if target else ROOT / name
+            assert path.exists(), f"{name}: {link}"
             if anchor:
-                assert anchor in anchors(DOCUMENTS[target or name]), link
+                document = path.resolve().relative_to(ROOT.resolve()).as_posix()
+                assert anchor in anchors(DOCUMENTS[document]), f"{name}: {link}"
 
 
 def test_there_is_one_order_of_reading():

@@ -6,7 +6,7 @@ from itertools import combinations
 import pytest
 
 from errors import UserError
-from settings import MAX_LOGPROBS, NOTATIONS, Grammar, Settings
+from settings import MAX_LOGPROBS, NOTATIONS, Grammar, Options, Settings
 
 WRONG = dict(
     temperature=[-1.0, -1e-300, 1.1e30, math.nan, math.inf, "hot", True, 1j, [1.0]],
@@ -16,7 +16,7 @@ WRONG = dict(
     max_tokens=[-1, 2.5, True],
     seed=[2**63, -(2**63) - 1, "x", True],
     gamma=[-1, False, 1.5, "all"],
-    logprobs=[-1, MAX_LOGPROBS + 1, 1.0, True],
+    logprobs=[-1, MAX_LOGPROBS + 1, 1.5, True],
     thinking=[0, "on", 1.0],
     prompt_logprobs=[-1, MAX_LOGPROBS + 1, "1", False],
     stop=[("",), ("a", ""), (3,), 3, {"a": 1}, ""],
@@ -54,6 +54,8 @@ def test_one_setting_may_be_given_in_several_forms():
     assert Settings(choice="x") == Settings(choice=["x"]) == Settings(choice=("x",))
     assert Settings(schema='{"type":\n"null"}') == Settings(schema={"type": "null"})
     assert Settings(gamma="auto") == Settings()
+    assert Settings(top_k=3.0, max_tokens=5.0) == Settings(top_k=3, max_tokens=5)
+    assert Options(kv_bits=8) == Options(kv_bits="8")
 
 
 def test_a_text_follows_one_grammar_at_most():

@@ -1,8 +1,7 @@
-"""Speculative sampling: its output law by enumeration beside the target's own, and planted bugs."""
+"""Speculative sampling: verification by its formulas, and the random numbers of production."""
 
 from collections.abc import Callable, Sequence
 from itertools import product
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -11,361 +10,28 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import museum
-from conftest import Cipher, Place, examples
-from drafters import ModelDrafter, NgramDrafter, SelfDrafter
 from kernels import Ops
-from kvcache import KVCache, KVSpec
-from paged import PagedCache
-from proof import Toy, Walk, WalkingCoin, distance, enumerate_law, sequential_law, surprise
+from proof import Walk, WalkingCoin, enumerate_law, surprise
 from request import Request, Settings
-from runner import ModelRunner
 from sampling import TEXT, Keyed, counters, draft_role, mix, probabilities, uniform
-from settings import RULES, SETTINGS
+from settings import SETTINGS
 from speculative import (
     Drawing,
     Round,
     couple,
-    likelihood_ratio,
-    pick_residual,
     verify,
     verify_block,
 )
-
-CPU = torch.device("cpu")
-TARGET = Toy(seed=1)
-DRAFT = Toy(seed=2)
-COPY = Cipher(seed=2)  # what it stores, no other toy can read
-
-
-class Kind(NamedTuple):
-    """A kind of row."""
-
-    prompt: tuple[int, ...]
-    gamma: int
-    max_tokens: int
-    ends: tuple[int, ...] = ()
-    settings: dict[str, float] = {}
-
-    def request(self, seed: int) -> Request:
-        chosen = Settings(seed=seed, max_tokens=self.max_tokens, gamma=self.gamma, **self.settings)
-        return Request(list(self.prompt), chosen, self.ends)
-
-    def law(self, target: Toy = TARGET) -> dict:
-        """The target's own."""
-        return sequential_law(
-            target,
-            self.prompt,
-            self.max_tokens,
-            self.ends,
-            lambda logits: probabilities(logits, **self.settings),
-        )
-
-
-def toy_cache(sequences: int, paged: bool = False) -> KVCache | PagedCache:
-    if paged:
-        return PagedCache(KVSpec(1, 1, 1, dtype=torch.float64), 7 * sequences, 1)
-    return KVCache(KVSpec(1, 1, 1, dtype=torch.float64), 7, sequences)
-
-
-def toy_runner(
-    n: int,
-    target=TARGET,
-    draft=DRAFT,
-    where="own",
-    coupled=False,
-    make_coin=None,
-    by_token=False,
-    **options,
-) -> ModelRunner:
-    """where: the draft's keys and values: its own cache, or the target's, contiguous or paged; or
-    n-grams, which have none."""
-    cache = toy_cache(n, where == "paged")
-    drafter = ModelDrafter(draft, toy_cache(n))
-    if where == "n-grams":
-        drafter = NgramDrafter()
-    elif where != "own":
-        drafter = SelfDrafter(draft, cache)
-    drawing = Drawing(target.V, coupled, make_coin, by_token=by_token)
-    return ModelRunner(target, cache, drawing, drafter=drafter, **options)
-
-
-def new_tokens(request: Request) -> tuple[int, ...]:
-    return tuple(request.tokens[request.num_prompt_tokens :])
-
-
-def play(runner: ModelRunner, requests: Sequence[Request]) -> None:
-    """All texts to their ends, and what must hold after every step."""
-    for request in requests:
-        runner.open(request)
-    drafter = runner.drafter
-    while scheduled := [runner.schedule(r) for r in requests if not r.finish_reason]:
-        assert all(item.num_new_tokens <= runner.budget for item in scheduled)
-        new = runner.step(scheduled)
-        for item in scheduled:
-            request = item.request
-            assert request.num_remaining >= 0
-            assert item.samples == (request in new)
-            caches = [(runner.cache, request.seq)]
-            if item.samples:
-                assert runner.num_pending(request) == 1
-            if isinstance(drafter, ModelDrafter) and request in drafter.seqs:
-                assert drafter.cache.length(drafter.seqs[request]) < len(request.tokens)
-                caches.append((drafter.cache, drafter.seqs[request]))
-            for cache, seq in caches:  # accepted drafts, too, by their tokens
-                assert cache.sequence(seq).tokens == request.tokens[: cache.length(seq)]
-
-
-# ---- The proof by enumeration
-
-
-class PaddedCoin(WalkingCoin):
-    """In coupled mode rows of zeros are padding, and nothing is decided there."""
-
-    def __getitem__(self, rows):
-        return PaddedCoin(super().__getitem__(rows).branches)
-
-    def pick(self, probs: Tensor) -> Tensor:
-        rows = probs.sum(-1).nonzero()[:, 0].tolist()
-        picked = torch.zeros(len(probs), dtype=torch.int64)
-        picked[rows] = WalkingCoin([self.branches[row] for row in rows]).pick(probs[rows])
-        return picked
-
-
-def laws_of(kinds: Sequence[Kind], make_runner=toy_runner, **options) -> list[dict]:
-    """The law of each kind of row, from batches in which rows of all kinds lie side by side.
-    make_runner(n, make_coin, **options): for n rows."""
-
-    def run(walk: Walk, n: int) -> list:
-        chosen = [branch.decide([1.0] * len(kinds)) for branch in walk.branches]
-        requests = [kinds[i].request(row) for row, i in enumerate(chosen)]
-
-        def coin(*keys):
-            return PaddedCoin(walk(*keys).branches)
-
-        play(make_runner(n, make_coin=coin, **options), requests)
-        return list(zip(chosen, map(new_tokens, requests)))
-
-    laws = enumerate_law(run, width=512)
-    return [{text: p for (kind, text), p in laws.items() if kind == i} for i in range(len(kinds))]
-
-
-KINDS = [  # γ from 0 to 3, ends and limits anywhere, and every setting
-    Kind((2,), 3, 4, (2,)),
-    Kind((0, 2), 2, 4, (0,)),
-    Kind((2, 1, 0), 1, 3),
-    Kind((0,), 0, 3),
-    Kind((1, 1), 3, 2, (2,)),
-    Kind((0, 1), 2, 3, (), dict(temperature=0.5)),
-    Kind((1, 0), 2, 3, (1,), dict(temperature=3.0)),
-    Kind((2, 1), 2, 3, (), dict(temperature=0)),
-    Kind((0, 1), 2, 3, (), dict(top_k=2)),
-    Kind((1, 2), 2, 3, (), dict(top_p=0.6)),
-    Kind((2, 1), 2, 3, (), dict(min_p=0.5)),
-    Kind((1, 1), 3, 3, (), dict(temperature=0.7, top_k=2, top_p=0.9, min_p=0.05)),
-]
-
-
-@pytest.mark.parametrize("by_token", [False, True])
-@pytest.mark.parametrize("where", ["own", "contiguous", "paged"])
-def test_law_of_every_row_of_a_ragged_batch_is_the_targets(where, by_token):
-    draft = DRAFT if where == "own" else COPY
-    kinds = KINDS if where == "own" else KINDS[:3] + KINDS[-1:]
-    laws = laws_of(kinds, draft=draft, where=where, by_token=by_token)
-    for kind, law in zip(kinds, laws, strict=True):
-        assert sum(law.values()) == pytest.approx(1, abs=1e-12)
-        assert distance(law, kind.law()) < 1e-12, kind
-
-
-def test_every_setting_has_a_kind():
-    assert SETTINGS.keys() == {name for kind in KINDS for name in kind.settings}
-
-
-def test_law_of_coupled_mode_is_the_targets():
-    """Whatever is drafted: the target picks. (That both pick with one noise: the next page.)"""
-    kinds = [kind._replace(gamma=min(kind.gamma, 1), max_tokens=3) for kind in KINDS[1:10:2]]
-    for kind, law in zip(kinds, laws_of(kinds, coupled=True), strict=True):
-        assert distance(law, kind.law()) < 1e-12, kind
-
-
-@examples(8)
-@given(
-    st.integers(0, 10**6),
-    st.integers(0, 10**6),
-    st.integers(1, 3),
-    st.sampled_from([(), (0,), (1, 2)]),
+from testing.toys import (
+    COPY,
+    CPU,
+    DRAFT,
+    Kind,
+    Place,
+    new_tokens,
+    play,
+    toy_runner,
 )
-def test_law_is_any_targets_with_any_draft(target, draft, gamma, ends):
-    """Their tables have zeros, ties and one-hots (proof.Toy)."""
-    target = Toy(longest=4, seed=target)
-    kind = Kind((2,), gamma, 3, ends=ends)
-    (law,) = laws_of([kind], target=target, draft=Toy(longest=4, seed=draft))
-    assert distance(law, kind.law(target)) < 1e-12
-
-
-def test_rows_are_independent():
-    """The joint law of two texts of a batch is the product of the target's own laws."""
-    kinds = [Kind((1,), 2, 3, (0,)), Kind((2, 0), 1, 2)]
-
-    def run(walk: Walk, n: int) -> list:
-        requests = [kinds[seed % 2].request(seed) for seed in range(2 * n)]
-        play(toy_runner(2 * n, make_coin=walk), requests)
-        texts = list(map(new_tokens, requests))
-        return list(zip(texts[::2], texts[1::2]))
-
-    first, second = (kind.law() for kind in kinds)
-    product = {(a, b): p * q for a, p in first.items() for b, q in second.items()}
-    assert len(product) > 50
-    assert distance(enumerate_law(run, group=2, width=512), product) < 1e-12
-
-
-# ---- Planted bugs: the enumeration sees each
-
-
-RATIO = "p_x / q_x"
-CLAMPED = "residual.clamp(min=0)"
-MASS = "mass = residual.sum(-1, keepdim=True)"
-RATIO_J = "weights[-1] * ratio_j"
-NORMALIZED = "m / (m + rest)"
-OF_BOTH = {  # a bug -> the function, a piece of it, and what is planted there
-    "accepted with p alone": (likelihood_ratio, RATIO, "p_x"),
-    "dropped because its q was low": (likelihood_ratio, "q_x > 0", "q_x >= 0.3"),
-    "accepted because its q was high": (
-        likelihood_ratio,
-        RATIO,
-        "torch.where(q_x > 0.6, 1, p_x / q_x)",
-    ),
-    "the residual is filtered again": (
-        pick_residual,
-        MASS,
-        f"residual[residual < 0.5 * residual.amax(-1, keepdim=True)] = 0; {MASS}",
-    ),
-    "the draft is not subtracted": (pick_residual, "p_end - q_end", "p_end"),
-    "the residual is not clamped": (pick_residual, CLAMPED, "residual.abs()"),
-}
-BY_TOKEN = {
-    "only the drafted token is removed": (
-        pick_residual,
-        CLAMPED,
-        "torch.where((q_end > 0) & (q_end == q_end.amax(-1, keepdim=True)), 0, p_end)",
-    ),
-    "no bonus: the last distribution once more": (
-        pick_residual,
-        "p[rows, accepted]",
-        "p[rows, accepted - 1 * (q[rows, accepted].sum(-1) == 0)]",
-    ),
-    "the last draft that stands, as in a block": (
-        verify,
-        "count_leading(stands)",
-        "count_to_last(stands)",
-    ),
-}
-AS_BLOCK = {
-    "weights without their cap": (verify_block, "weight.clamp(max=1)", "weight"),
-    "ratios capped, not their product": (
-        verify_block,
-        RATIO_J,
-        "weights[-1] * ratio_j.clamp(max=1)",
-    ),
-    "the residual is not weighted": (verify_block, "pick_residual(weighted", "pick_residual(p"),
-    "the residual of the draft before": (
-        pick_residual,
-        "q[rows, accepted]",
-        "q[rows, accepted - 1]",
-    ),
-    "the mass without weights": (verify_block, "weighted - q", "p - q"),
-    "the weight of the draft before": (
-        verify_block,
-        "pick_residual(weighted",
-        "pick_residual(torch.cat((w[:, :1], w[:, :-1]), 1)[..., None] * p",
-    ),
-    "the wrong normalizer": (verify_block, NORMALIZED, "m / (m + 1)"),
-    "the sum of the draft before": (verify_block, NORMALIZED, "m.roll(1, 1) / (m + rest)"),
-    "accepted with its weight": (verify_block, NORMALIZED, "w"),
-    "up to the first that does not stand": (
-        verify_block,
-        "count_to_last(stands)",
-        "count_leading(stands)",
-    ),
-}
-
-
-def error_of(kind: Kind, **options) -> float:
-    """How far the law of this kind of row is from the target's; 1 if it falls apart before."""
-    try:
-        (law,) = laws_of([kind], **options)
-    except (AssertionError, LookupError, RuntimeError, ValueError):  # `play` or a cache sees it
-        return 1.0
-    return distance(law, kind.law())
-
-
-@pytest.mark.parametrize("by_token", [False, True])
-def test_enumeration_catches_every_planted_verify(by_token):
-    kind = Kind((2,), 2, 3)
-    assert error_of(kind, by_token=by_token) < 1e-12
-    bugs = OF_BOTH | (BY_TOKEN if by_token else AS_BLOCK)
-    for bug, (function, right, wrong) in bugs.items():
-        with museum.planted(function, right, wrong):
-            assert error_of(kind, by_token=by_token) > 1e-3, bug
-
-
-def test_enumeration_catches_planted_probabilities(monkeypatch):
-    """Soft where temperature is 0; and filters on one side: the draft may draw from what it likes,
-    as long as it says so, the target may not. (The target's rows are several of one text.)"""
-    right = Ops.probabilities
-
-    def soft(self, logits, masked, temperature):
-        return right(self, logits, masked, temperature=1.0)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Ops, "probabilities", soft)
-        assert error_of(Kind((0, 2), 2, 3, ends=(), settings=dict(temperature=0))) > 1e-3
-
-    right = Round.probabilities
-
-    def unfiltered(of_draft: bool) -> float:
-        def of_round(self, logits, rows, depth=0):
-            if max(self.num_drafts) and of_draft == (len(rows) == len(set(rows))):
-                return probabilities(logits[:, :3])
-            return right(self, logits, rows, depth)
-
-        monkeypatch.setattr(Round, "probabilities", of_round)
-        return error_of(Kind((0, 2), 2, 3, ends=(), settings=dict(top_k=2)))
-
-    assert unfiltered(of_draft=True) < 1e-12
-    assert unfiltered(of_draft=False) > 1e-3
-
-
-def test_enumeration_catches_caches_that_are_wrong(monkeypatch):
-    """One token short or long after a round; and what a draft leaves in the target's cache."""
-    right = KVCache.commit
-    for shift in (-1, 1):
-
-        def commit(self, seq, text, num_new):
-            right(self, seq, [*text, 0] if shift > 0 else text[:-1], num_new)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(KVCache, "commit", commit)
-            assert error_of(Kind((0,), 1, 3)) > 1e-3
-
-    right = ModelRunner._run_target
-
-    def keeps(self, scheduled, *inputs):
-        """The copy's own value of the last token, instead of the target's."""
-        stored = self.cache.values.parts[0]  # [L, N, S, G, D]: block `seq`
-        before = stored.clone()
-        result = right(self, scheduled, *inputs)
-        for item in scheduled:
-            if item.num_drafts:
-                block = item.request.seq
-                last = len(item.request.tokens) - 1
-                stored[:, block, last] = before[:, block, last]
-        return result
-
-    options = dict(draft=COPY, where="contiguous")
-    assert error_of(Kind((1,), 1, 4), **options) < 1e-12
-    monkeypatch.setattr(ModelRunner, "_run_target", keeps)
-    assert error_of(Kind((1,), 1, 4), **options) > 1e-3
-
 
 # ---- verify and couple themselves
 
@@ -631,7 +297,7 @@ def test_distributions_of_drafts_are_kept_as_they_were_drawn_from():
 
 
 def test_round_passes_settings_by_name_and_leaves_out_those_of_nobody(monkeypatch):
-    """A new setting needs a line in SETTINGS and one in Settings; a backend may not know it."""
+    """A new setting is declared in Settings; a backend may not know it."""
     asked = {}
 
     class Recorder(Ops):
@@ -651,7 +317,6 @@ def test_round_passes_settings_by_name_and_leaves_out_those_of_nobody(monkeypatc
     assert asked["temperature"].tolist() == [0.7, 1.0]  # to the bit, as for a text alone
     assert asked["top_k"].tolist() == [2, 0] and len(asked) == 2  # 0: keeps all
     monkeypatch.setitem(SETTINGS, "coming", 1.0)
-    monkeypatch.setitem(RULES, "coming", (0, 1, "between 0 and 1"))
     monkeypatch.setattr(Settings, "coming", None, raising=False)
     round_of(Settings(0.5))
     assert asked == {"temperature": 0.5}

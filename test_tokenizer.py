@@ -18,8 +18,9 @@ from checkpoint import vocabulary
 from checkpoint.gguf_vocabulary import QWEN2_SPLIT
 from checkpoint.pieces import LLAMA3_SPLIT
 from checkpoint.vocabulary import Finder
-from conftest import BYTE_LEVEL, byte_alphabet, tokenizer_json, told
 from errors import TooManyTokens, UserError
+from testing.folders import BYTE_LEVEL, byte_alphabet, tokenizer_json
+from testing.programs import told
 from tokenizer import Tokenizer
 
 ALPHABET = byte_alphabet()

@@ -21,10 +21,10 @@ from transformers import AutoConfig
 
 from checkpoint.config import Config
 from checkpoint.load import load_eagle
-from conftest import SMALL
 from eagle import EagleHead
 from kvcache import KVCache
 from model import Llama
+from testing.models import SMALL
 
 V = SMALL["vocab_size"]
 DRAFTED = torch.arange(0, V, 2)

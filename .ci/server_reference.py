@@ -31,8 +31,8 @@ sys.path.insert(0, str(ROOT))
 import torch
 from checks import require
 
-from app.test_tools import with_tools
 from generate import Model, generate
+from testing.http import with_tools
 
 OPENINGS = ["Once upon a time", "Lily saw", "Tom had a red ball", "One day", "The dog", "Mom said"]
 COMPLETE = "/v1/completions"

@@ -1,6 +1,6 @@
-"""Ours beside Hugging Face transformers: logits of random models, greedy text, and speed.
+"""Ours beside Hugging Face transformers: logits of random models, and greedy text; or speed.
 
-    python .ci/transformers_reference.py SMOLLM2     (a folder; transformers must be installed)
+    python .ci/transformers_reference.py SMOLLM2 [speed]   (a folder; with transformers)
 
 Speeds are ratios of medians, measured in turns in one run on one machine.
 """
@@ -178,15 +178,17 @@ def five_over_one(llama: Llama, prompt: torch.Tensor, rounds: int = 25) -> float
     return median(1 / (seconds(1) / seconds(5)) for _ in range(rounds))
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, *what: str) -> None:
     logging.disable(logging.WARNING)
-    random_models()
-    embedded_models()
     model = Model.load(folder, "cpu", torch.float32)
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if what == ("speed",):
+        speed(model, reference)
+        return
+    random_models()
+    embedded_models()
     greedy_texts(folder, model, reference)
-    speed(model, reference)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

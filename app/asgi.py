@@ -1,36 +1,34 @@
-"""HTTP as an ASGI application sees it: a request's parts come in, an answer's parts go out.
-
-ASGI is three things that the HTTP server (uvicorn) calls an application with: `scope`, a dict about
-the request; `receive()`, the next part of its body, or that the client has gone; `send(part)`, of
-the answer, which waits while the client does not read. `Exchange` makes verbs of them.
+"""What the server adds to starlette: bounds on what a client sends and reads, and its errors.
 
 Nothing here is without a bound: a body has at most MAX_BODY bytes and PATIENCE seconds to come, and
-a client that does not read for PATIENCE seconds is given up.
+a client that does not read for PATIENCE seconds is given up. A client that goes ends the work that
+is done for it.
 """
 
 import asyncio
 import json
-import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
+import anyio
+from starlette.datastructures import MutableHeaders
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
+
 MAX_BODY = 2**22  # bytes
-MAX_DISCARDED = 2**28  # bytes of a body that is too long
 PATIENCE = 60.0  # seconds
-PART = 2**16  # bytes of an answer that are given to the network at a time
 
 T = TypeVar("T")
-Headers = dict[str, str]
+Headers = Mapping[str, str]
 EVENTS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
     "x-accel-buffering": "no",  # for nginx, which would gather them
 }
-Scope = dict[str, Any]
-Receive = Callable[[], Awaitable[dict[str, Any]]]
-Send = Callable[[dict[str, Any]], Awaitable[None]]
+DONE = b"data: [DONE]\n\n"
 
 
 class HttpError(Exception):
@@ -50,7 +48,7 @@ class HttpError(Exception):
         self.kind = kind
         self.param = param
         self.code = code
-        self.headers = headers or {}
+        self.headers = headers
 
     def to_dict(self) -> dict[str, Any]:
         fields = {
@@ -62,130 +60,115 @@ class HttpError(Exception):
         return {"error": fields}
 
 
-class ClientGone(Exception):
-    """The client has closed the connection, or reads no more."""
+# ---- The request
 
 
-class Exchange:
-    """One HTTP request, and the answer to it."""
+class Body:
+    """A request's body: it comes, and then it waits to be read."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send):
-        self.receive = receive
-        self.send = send
-        self.method: str = scope["method"]
-        self.path: str = scope["path"]
-        self.is_started = False  # whether the status is sent
-        self.sending_since = math.inf  # when the client was given what it has not taken yet
-        self.num_bytes = 0  # of the body, so far; 0 if it is too long
-        self.last_part = 0.0  # when the last of them came
-        self.coming: asyncio.Future[bytes] | None = None  # the body
-        self.headers: Headers = {}
-        self.for_page: Headers = {}  # of the answer: what lets a page of another origin read it
-        for name, value in scope["headers"]:
-            self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+    def __init__(self) -> None:
+        self.data = bytearray()
+        self.last_part = time.monotonic()  # when it came
+        self.is_whole = False
+        self.limit = anyio.move_on_after(PATIENCE)  # the time that it has to come
 
-    # ---- The request
-
-    async def read_body(self, on_part: Callable[[], None] = lambda: None) -> bytes:
-        """HttpError if it is too long or too slow, or if `coming` is cancelled. on_part: is called
+    async def receive(self, request: Request, on_part: Callable[[], None]) -> None:
+        """HttpError if it is too long or too slow, or if `limit` is cancelled. on_part: is called
         for each part that comes."""
-        self.coming = asyncio.ensure_future(self._read_body(on_part))
-        try:
-            await asyncio.wait({self.coming}, timeout=PATIENCE)
-        finally:
-            self.coming.cancel()
-        if self.coming.cancelled() or not self.coming.done():
+        with self.limit:
+            async for part in request.stream():
+                self.data += part
+                self.last_part = time.monotonic()
+                if len(self.data) > MAX_BODY:
+                    raise HttpError(413, f"the body is too long: at most {MAX_BODY:,} bytes")
+                on_part()
+            self.is_whole = True
+        if not self.is_whole:
             raise HttpError(
                 408,
                 f"the body did not come within {PATIENCE:.0f} s, or it paused while other bodies "
                 "needed the memory: send it at once, or try again later",
             )
-        return self.coming.result()
 
-    async def _read_body(self, on_part: Callable[[], None]) -> bytes:
-        """A body that is too long is read, and thrown away: who still sends reads no answer."""
-        parts = []
-        size = 0
-        has_more = True
-        while has_more and size <= MAX_DISCARDED:
-            message = await self.receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGone
-            part = message.get("body", b"")
-            size += len(part)
-            parts.append(part)
-            if size > MAX_BODY:
-                parts.clear()
-            self.num_bytes = size if size <= MAX_BODY else 0
-            self.last_part = time.monotonic()
-            on_part()
-            has_more = message.get("more_body", False)
-        if size > MAX_BODY:
-            raise HttpError(413, f"the body is too long: at most {MAX_BODY:,} bytes are read")
-        return b"".join(parts)
 
-    async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do the work, but cancel it when the client goes away, or does not read. The body has been
-        read."""
-        task = asyncio.ensure_future(work)
-        gone = asyncio.ensure_future(self._until_gone())
+async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
+    """Do the work, but cancel it when the client goes. The body has been read."""
+
+    async def until_gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(until_gone())
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        for future in (task, gone):
+            future.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await future
+
+
+# ---- The answer
+
+
+class Wire:
+    """Sends an answer to a client. ClientDisconnect if the client does not read it."""
+
+    def __init__(self, send: Send):
+        self.send = send
+        self.headers: Headers = {}  # of any answer
+        self.start: Message = {}  # goes with the first part: until then it can be another one
+        self.is_started = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            MutableHeaders(scope=message).update(self.headers)
+            self.start = message
+            return
+        if not self.is_started:
+            self.is_started = True
+            await self._send(self.start)
+        await self._send(message)
+
+    async def tell(self, error: HttpError, scope: Scope) -> None:
+        """The error as an answer, or as the last event of a stream."""
+        if self.is_started:
+            last = event(error.to_dict()) + DONE
+            await self({"type": "http.response.body", "body": last, "more_body": False})
+        else:
+            await Json(error.to_dict(), error.status, error.headers)(scope, None, self)
+
+    async def _send(self, message: Message) -> None:
         try:
-            while not task.done():
-                often = PATIENCE / 10
-                await asyncio.wait({task, gone}, timeout=often, return_when="FIRST_COMPLETED")
-                is_stuck = time.monotonic() - self.sending_since > PATIENCE
-                if not task.done() and (gone.done() or is_stuck):
-                    raise ClientGone
-            return task.result()
-        finally:
-            for future in (task, gone):
-                future.cancel()
-                with suppress(asyncio.CancelledError, Exception):
-                    await future
+            with anyio.fail_after(PATIENCE):
+                await self.send(message)
+        except OSError:  # the connection is closed, or it took too long
+            raise ClientDisconnect from None
 
-    async def _until_gone(self) -> None:
-        message = await self.receive()
-        while message["type"] != "http.disconnect":
-            message = await self.receive()
 
-    # ---- The answer
+class Json(Response):
+    """An object. Half a surrogate pair, which UTF-8 does not have, is escaped."""
 
-    async def start(self, status: int, headers: Headers) -> None:
-        self.is_started = True
-        every = headers | self.for_page
-        pairs = [(name.encode(), value.encode("latin-1")) for name, value in every.items()]
-        await self._send({"type": "http.response.start", "status": status, "headers": pairs})
+    media_type = "application/json"
 
-    async def write(self, body: bytes, has_more: bool = True) -> None:
-        """The next part of the answer. ClientGone if the client does not read it."""
-        await self._send({"type": "http.response.body", "body": body, "more_body": has_more})
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content).encode()
 
-    async def _send(self, message: dict[str, Any]) -> None:
-        self.sending_since = time.monotonic()
-        try:
-            await self.send(message)
-        except OSError:
-            raise ClientGone from None
-        self.sending_since = math.inf
 
-    async def reply(self, body: bytes, headers: Headers, status: int = 200) -> None:
-        """A whole answer, in parts: its end is sent when the client has read nearly all of it."""
-        await self.start(status, headers | {"content-length": str(len(body))})
-        for begin in range(0, len(body), PART):
-            await self.write(body[begin : begin + PART])
-        await self.write(b"", has_more=False)
+class Events(StreamingResponse):
+    """Server-sent events: "data: …" and an empty line. `events` is closed at their end."""
 
-    async def reply_json(self, content: Any, headers: Headers, status: int = 200) -> None:
-        body = json.dumps(content).encode()
-        await self.reply(body, headers | {"content-type": "application/json"}, status)
+    def __init__(self, events: AsyncIterator[bytes], headers: Headers = {}):
+        super().__init__(events, headers={**EVENTS, **headers})
 
-    # ---- Server-sent events: "data: …" and an empty line
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self.body_iterator):
+            await unless_gone(receive, self.stream_response(send))
 
-    async def start_events(self, headers: Headers) -> None:
-        await self.start(200, headers | EVENTS)
 
-    async def write_event(self, content: Any) -> None:
-        await self.write(f"data: {json.dumps(content)}\n\n".encode())
-
-    async def end_events(self, last: str) -> None:
-        await self.write(f"data: {last}\n\n".encode(), has_more=False)
+def event(content: Any) -> bytes:
+    return f"data: {json.dumps(content)}\n\n".encode()

@@ -11,8 +11,9 @@ from importlib import import_module
 from pathlib import Path
 
 from app.launch import rank
-from app.shell import new_file, say
+from app.shell import say
 from checkpoint.chat import replace_surrogates
+from checkpoint.files import new_file
 from checkpoint.generation import GenerationConfig
 from errors import UserError, nearest
 from request import Message, Settings

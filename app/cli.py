@@ -17,21 +17,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import is_torchelastic_launched
 
 from app.chat import Conversation, chat_settings, edit_lines, typed_line
-from app.flags import FILES, flagged_settings, generate_flags
-from app.launch import follow, handle_signal, joined, rank, read_once, waiting_signals
+from app.flags import FILES, flagged, generate_flags
+from app.launch import (
+    follow,
+    handle_signal,
+    joined,
+    launch,
+    rank,
+    read_once,
+    waiting_signals,
+)
 from app.requests import Line, read_requests
 from app.shell import MAX_MESSAGE, Terminated, say, status, write
 from checkpoint.chat import replace_surrogates
 from checkpoint.hub import find_model
 from checkpoint.load import open_checkpoint
+from checkpoint.weights import weight_bytes
 from errors import UserError, brief
 from generate import Draft, Engine, Model, check_draft, load_draft
 from kernels import find_device
-from model import Llama, weight_bytes
-from parallel import num_processes, shard_config
-from request import OutputStream, Request, Result, Settings
+from model import Llama
+from request import OutputStream, Request, Result, Settings, Speculation
 from settings import Options
 
 COLORS = {"accepted": 32, "corrected": 31, "bonus": 36}
@@ -100,32 +109,46 @@ def results_to(file: str | None) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, file) from None
 
 
+def result_fields(result: Result) -> dict[str, Any]:
+    """The result as `--json` prints it."""
+    stats = {
+        "prompt_tokens": len(result.prompt_tokens),
+        "tokens": len(result.tokens),
+        "seconds_to_first_token": result.seconds_to_first_token,
+        "tokens_per_second": result.tokens_per_second,
+        "seconds_queued": result.seconds_queued,
+    }
+    stats |= (result.speculation or Speculation())._asdict()
+    names = ("index", "prompt", "prompt_tokens", "tokens", "text", "seed", "finish_reason")
+    told = {name: getattr(result, name) for name in names}
+    for name in ("prompt_logprobs", "logprobs"):
+        entries = getattr(result, name)
+        if entries is not None:
+            told[name] = [entry._asdict() for entry in entries]
+    told["stats"] = stats
+    return told | {"error": result.error} if result.error else told
+
+
 def print_json(result: Result, **more: Any) -> None:
     """Print a result as a line of JSON, in ASCII, which holds any text on any terminal."""
-    fields = result.to_dict() | more
-    write(json.dumps(fields) + "\n")
+    write(json.dumps(result_fields(result) | more) + "\n")
 
 
 def print_results(
     engine: Engine, streams: Sequence[OutputStream], report: Callable[[Result], None]
 ) -> None:
-    """Report each result. A Ctrl-C waits until a result is printed; then it goes to the engine.
-
-    The engine ends the other texts as they are, and raises it again after the last one. Several
-    processes stop after the same step, so there it waits for the end of a step, too.
-    """
-    step_by_step = waiting_signals() if num_processes() > 1 else nullcontext()
-    with step_by_step:
-        results = engine.serve(streams)
-        result = next(results, None)
-        while result is not None:
-            try:
-                with waiting_signals():
-                    report(result)
-            except KeyboardInterrupt as stop:
-                result = results.throw(stop)
-            else:
-                result = next(results, None)
+    """Report each result. A Ctrl-C waits until a result is printed; then it goes to the engine,
+    which ends the other texts as they are, and raises it again after the last one."""
+    results = engine.serve(streams)
+    result = next(results, None)
+    while result is not None:
+        try:
+            with waiting_signals():
+                report(result)
+        except KeyboardInterrupt as stop:
+            result = results.throw(stop)
+        else:
+            result = next(results, None)
 
 
 # ---- One prompt, many, or a chat ---------------------------------------------------------------
@@ -186,25 +209,11 @@ def load(args: argparse.Namespace, device: torch.device) -> tuple[Model, Draft |
     return model, load_draft(args.draft, model, dtype, args.draft_bits)
 
 
-def options_of(args: argparse.Namespace) -> Options:
-    """How the engine runs, as the flags say."""
-    return Options(
-        max_len=args.max_len,
-        max_batch=args.max_batch,
-        verify=args.verify or "block",
-        use_cache=not getattr(args, "no_cache", False),  # serve.py always has one
-        kv=args.kv,
-        kv_bits=args.kv_bits,
-        kv_memory=args.kv_memory,
-        prefix_caching=not args.no_prefix_cache,
-    )
-
-
 def start(
     args: argparse.Namespace, model: Model, draft: Draft | None, max_len: int, max_batch: int
 ) -> Engine:
     """The engine; messages say what runs."""
-    options = replace(options_of(args), max_len=max_len, max_batch=max_batch)
+    options = replace(flagged(Options, args), max_len=max_len, max_batch=max_batch)
     engine = Engine(model, draft, options)
     llamas = [model.llama, *(draft.models if draft else ())]
     say(describe((args.target, args.draft), llamas))
@@ -216,7 +225,7 @@ def start_for_any(
     args: argparse.Namespace, model: Model, draft: Draft | None, max_batch: int
 ) -> tuple[Engine, int]:
     """The engine for texts that are not known yet, and the most tokens that one may have."""
-    limit = model.max_total_tokens(options_of(args))
+    limit = model.max_total_tokens(flagged(Options, args))
     engine = start(args, model, draft, limit, max_batch)
     return engine, min(limit, engine.max_len)
 
@@ -225,9 +234,9 @@ def one_prompt(
     args: argparse.Namespace, settings: Settings, model: Model, draft: Draft | None, prompt: str
 ) -> int:
     """Answer a prompt --n times: one after the other, or with --json in a batch. -> 0"""
-    first = model.request(prompt, settings, options_of(args), args.system, args.use_template)
+    first = model.request(prompt, settings, flagged(Options, args), args.system, args.use_template)
     length = max(2, first.num_prompt_tokens + first.num_remaining)
-    max_batch = min(args.n, args.max_batch) if args.json and not args.no_cache else 1
+    max_batch = min(args.n, args.max_batch) if args.json and args.use_cache is not False else 1
     engine = start(args, model, draft, length, max_batch)
     streams = [output_stream(args, model, first, prompt)]
     for i in range(1, args.n):
@@ -372,17 +381,18 @@ def run_command(arguments: Sequence[str]) -> int:
     """Do what the flags ask for -> the exit status. All processes come here."""
     args = generate_flags(arguments)
     verify_coupled(args)
-    settings = flagged_settings(args)
+    settings = flagged(Settings, args)
     device = find_device(args.device)
     n = args.tensor_parallel
-    if n > 1:  # refused before other processes start
+    if n > 1 and not is_torchelastic_launched():
         config, _ = open_checkpoint(find_model(args.target))
-        shard_config(config, n)
-    with joined(n, device, arguments) as device:
+        config.shard(n)  # refused before processes start
+        return launch(n, arguments)
+    with joined(n, device) as device:
         read = {name: read_grammar(getattr(args, name)) for name in FILES}
         settings = replace(settings, **read)
         prompt = read_prompt(args)
-        for text in (prompt or "", args.system or "", *args.stop):
+        for text in (prompt or "", args.system or "", *settings.stop):
             if replace_surrogates(text) != text:
                 raise UserError(
                     f"{brief(text, 100)} has bytes that are no text here: write it in UTF-8, and "

@@ -9,16 +9,25 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from app.shell import Parser, check_file, flag, number_or_word, status
+from app.shell import Parser, flag, number_or_word, status
+from checkpoint.files import check_file
 from errors import UserError
-from settings import MAX_TOKENS, VERIFY, Settings
+from settings import Options, Settings
 
+T = TypeVar("T", Settings, Options)
 KEY_VARIABLE = "LLAMA_API_KEY"
 FILES = ("schema", "grammar")  # settings that are read from files
-MAX_GRACE = 86_400  # seconds
 MAX_TEXTS = 2**16  # asked for at a time
+RANGES = {  # of the numbers that are no settings
+    "n": (1, MAX_TEXTS),
+    "max_batch": (1, MAX_TEXTS),
+    "max_queue": (1, MAX_TEXTS),
+    "tensor_parallel": (1, MAX_TEXTS),
+    "port": (0, 2**16 - 1),
+    "grace": (0, 86_400),  # seconds
+}
 # Browsers send small letters, and no port that a scheme has by itself.
 ORIGIN = r"\*|null|(?!http:.*:80$|https:.*:443$)[a-z][a-z\d+.-]*://[^/?#@*\sA-Z]*"
 EXAMPLES = """\
@@ -35,6 +44,23 @@ examples:
   python serve.py --target 8B --draft 1B --port 8080  another port
 """
 
+GROUPS = {  # of flags -> the settings and options in it
+    "models and drafts": "gamma verify",
+    "texts": "temperature top_k top_p min_p seed max_tokens stop special thinking use_cache",
+    "texts that follow a grammar, one of": "schema regex choice grammar",
+    "batches, memory and the machine": "max_batch max_len kv kv_bits kv_memory prefix_caching",
+    "output": "logprobs prompt_logprobs",
+}
+DECLARED = Settings.__dataclass_fields__ | Options.__dataclass_fields__
+NAMES = {"use_cache": "--cache", "prefix_caching": "--prefix-cache"}  # others are the setting's
+TAKEN = {  # the type of a setting -> how argparse takes its flag
+    "bool": dict(action=argparse.BooleanOptionalAction),
+    "float": dict(type=number_or_word),
+    "int": dict(type=number_or_word),
+    "str": {},
+    "tuple": dict(action="append"),
+}
+
 
 def parser() -> argparse.ArgumentParser:
     p = Parser(
@@ -50,15 +76,8 @@ def parser() -> argparse.ArgumentParser:
     )
     add_model_flags(p.add_argument_group("models and drafts"))
     add_text_flags(p.add_argument_group("texts"))
-    add_grammar_flags(p.add_argument_group("texts that follow a grammar, one of"))
-    memory = p.add_argument_group("batches, memory and the machine")
-    add_memory_flags(memory)
-    memory.add_argument(
-        "--no-cache",
-        action="store_true",
-        help="run generate.py's plain_loop, which computes all again for each token, to feel the "
-        "difference",
-    )
+    add_settings(p.add_argument_group("texts that follow a grammar, one of"))
+    add_machine_flags(p.add_argument_group("batches, memory and the machine"))
     add_output_flags(p.add_argument_group("output"))
     return p
 
@@ -75,12 +94,29 @@ def tell_early(parse: Callable[[Sequence[str]], Any]) -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return  # of several processes (launch.py) the first one tells it, later
 
-    def check() -> None:
-        parse(sys.argv[1:])
-
-    code = status(check)
+    code = status(lambda: parse(sys.argv[1:]) and 0)
     if code:
         sys.exit(code)
+
+
+def add_settings(group: argparse._ArgumentGroup) -> None:
+    """The flags of a group's settings. One that is not given is None, or its number."""
+    for name in GROUPS[group.title].split():
+        setting = DECLARED[name]
+        group.add_argument(
+            NAMES.get(name, flag(name)),
+            dest=name,
+            default=setting.default if type(setting.default) is int else None,
+            help=setting.metadata["help"],
+            **TAKEN[re.match(r"\w+", setting.type)[0]],
+        )
+
+
+def flagged(kind: type[T], args: argparse.Namespace) -> T:
+    """The Settings that flags give, but for those in files; or the Options. UserError for a value
+    that breaks its rule."""
+    given = {name: getattr(args, name, None) for name in kind.__dataclass_fields__.keys() - FILES}
+    return kind(**{name: value for name, value in given.items() if value is not None})
 
 
 def add_model_flags(p: argparse._ArgumentGroup) -> None:
@@ -94,17 +130,7 @@ def add_model_flags(p: argparse._ArgumentGroup) -> None:
         help="a smaller model or an EAGLE-3 head, named like --target, or tiny-draft, "
         "tiny-eagle; ngram: looks back; self: INT4 copy",
     )
-    p.add_argument(
-        "--gamma",
-        type=number_or_word,
-        help="tokens drafted a round, or auto (default): what pays best by the clock, 0 too",
-    )
-    p.add_argument(
-        "--verify",
-        choices=VERIFY,
-        help="drafts as a block (default), which accepts the most; token by token; or coupled "
-        "(default with --seed, unless --gamma is a number): target and seed alone decide the text",
-    )
+    add_settings(p)
     p.add_argument(
         "--bits",
         type=number_or_word,
@@ -125,35 +151,8 @@ def add_model_flags(p: argparse._ArgumentGroup) -> None:
 
 
 def add_text_flags(p: argparse._ArgumentGroup) -> None:
-    p.add_argument(
-        "--temperature",
-        type=float,
-        help="0: always the most probable token (default: as the model recommends; where it "
-        "recommends nothing 0, in a chat 0.7, with --top-k, --top-p or --min-p 1)",
-    )
-    p.add_argument("--top-k", type=int, help="keep the k most probable")
-    p.add_argument("--top-p", type=float, help="keep the fewest holding this share")
-    p.add_argument("--min-p", type=float, help="keep this share of the largest")
-    p.add_argument(
-        "--seed",
-        type=int,
-        help="the same seed gives the same text; unset: a new one, which is told",
-    )
-    p.add_argument(
-        "--max-tokens",
-        type=int,
-        default=MAX_TOKENS,
-        help=f"make at most so many (default {MAX_TOKENS})",
-    )
-    p.add_argument(
-        "--stop", action="append", default=[], help="end before this text; may be repeated"
-    )
+    add_settings(p)
     p.add_argument("--system", help="a system message, for chat templates")
-    p.add_argument(
-        "--thinking",
-        action=argparse.BooleanOptionalAction,
-        help="whether to think first, for chat templates that ask (Qwen 3)",
-    )
     either = p.add_mutually_exclusive_group()
     either.add_argument(
         "--chat",
@@ -169,60 +168,14 @@ def add_text_flags(p: argparse._ArgumentGroup) -> None:
         const=False,
         help="continue the prompt as it is, without the model's chat template",
     )
-    p.add_argument(
-        "--special",
-        action="store_true",
-        help="a raw prompt means the control tokens that it spells (default: they are text)",
-    )
     p.add_argument("--n", type=int, default=1, help="texts, with seeds SEED, SEED+1, …")
     p.add_argument(
         "--prompts", help='JSONL, a text a line: {"prompt": …} and any of the settings by name'
     )
 
 
-def add_grammar_flags(p: argparse._ArgumentGroup) -> None:
-    p.add_argument(
-        "--schema", help='a JSON schema: a file, - for standard input, or in place: {"type": …}'
-    )
-    p.add_argument("--regex", help="a regular expression for the whole text")
-    p.add_argument("--choice", action="append", help="one of these texts; to be repeated")
-    p.add_argument("--grammar", help="a file with a grammar in Lark")
-
-
-def add_memory_flags(p: argparse._ArgumentGroup) -> None:
-    p.add_argument(
-        "--max-batch",
-        type=int,
-        default=16,
-        help="at most so many texts at a time (default 16)",
-    )
-    p.add_argument(
-        "--max-len",
-        type=int,
-        help="prompt and answer, at most (default: as memory allows, up to the model's limit)",
-    )
-    p.add_argument(
-        "--kv",
-        default="paged",
-        help="keys and values in blocks, on demand (paged, default), or in reserved rows "
-        "(contiguous)",
-    )
-    p.add_argument(
-        "--kv-bits",
-        default="16",
-        help="keep keys and values in 8 or 4 bits, or keys in 8 and values in 4 (8/4)",
-    )
-    p.add_argument(
-        "--kv-memory",
-        type=float,
-        help="for keys and values: bytes, or, up to 1, a share of what is free (default: what the "
-        "texts may need, at most 80 %% of what is free)",
-    )
-    p.add_argument(
-        "--no-prefix-cache",
-        action="store_true",
-        help="read every prompt from its beginning, also where another began alike",
-    )
+def add_machine_flags(p: argparse._ArgumentGroup) -> None:
+    add_settings(p)
     p.add_argument("--device", help="cpu, cuda, cuda:1, … (default: a GPU if there is one)")
     p.add_argument(
         "--plain",
@@ -243,16 +196,7 @@ def add_output_flags(p: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="print each result as one JSON object, with the tokens and the times",
     )
-    p.add_argument(
-        "--logprobs",
-        type=int,
-        help="in JSON: ln p of each token, and of so many of the most probable (before filters)",
-    )
-    p.add_argument(
-        "--prompt-logprobs",
-        type=int,
-        help="in JSON: the same, of the prompt's tokens (--max-tokens 0: of these alone)",
-    )
+    add_settings(p)
     p.add_argument("--out", metavar="FILE", help="write results to a new file, not standard output")
     p.add_argument(
         "--color",
@@ -267,9 +211,7 @@ def add_output_flags(p: argparse._ArgumentGroup) -> None:
 
 def check_flags(args: argparse.Namespace) -> None:
     """UserError for flags that exclude each other, or are out of range."""
-    check_counts(args, "n", "max_batch", "tensor_parallel")
-    flagged_settings(args)  # UserError for a value out of range
-    check_draft_flags(args, "gamma", "verify", "color", "draft_bits")
+    check_values(args)
     if args.prompts and (args.prompt is not None or args.n > 1 or args.color):
         raise UserError(
             "--prompts FILE has the prompts, a text for each, as JSON: leave out the prompt, --n "
@@ -277,12 +219,15 @@ def check_flags(args: argparse.Namespace) -> None:
         )
     if args.out is not None:
         check_file(Path(args.out))
-    check_written_files(args)
     if args.out and os.path.exists(args.out) and os.path.getsize(args.out):
         raise UserError(
-            f"--out {args.out} has results already, which would be lost: name another file, or "
-            "move this one"
+            f"--out {args.out} is not empty, and what it holds would be lost: name another file, "
+            "or move this one"
         )
+    for name in ("prompts", "schema", "grammar", "target", "draft", "out"):
+        other = getattr(args, name)
+        if args.profile and other and os.path.realpath(args.profile) == os.path.realpath(other):
+            raise UserError(f"--profile {args.profile} is the file of --{name}: name another")
     if args.schema == "-" and "-" in (args.prompt, args.prompts):
         raise UserError("standard input holds the schema or the prompt: name a file for one")
     for name in ("logprobs", "prompt_logprobs"):
@@ -294,41 +239,16 @@ def check_flags(args: argparse.Namespace) -> None:
         raise UserError("--color is for text: leave it out, or --json")
 
 
-def flagged_settings(args: argparse.Namespace) -> Settings:
-    """The settings that flags give, but for those in files."""
-    names = Settings.__dataclass_fields__.keys() - FILES
-    return Settings(**{name: getattr(args, name) for name in names})
-
-
-def check_written_files(args: argparse.Namespace) -> None:
-    """UserError if a file that is written is also read, or written twice: it would be lost."""
-    for written in ("out", "profile"):
-        file = getattr(args, written)
-        for other in ("prompts", "schema", "grammar", "target", "draft"):
-            name = getattr(args, other)
-            if file and name and is_same_file(file, name):
-                raise UserError(f"--{written} {file} is the file of --{other}: name another")
-    if args.out and args.profile:
-        if os.path.realpath(args.out) == os.path.realpath(args.profile):
-            raise UserError(f"--profile {args.profile} is the file of --out: name another")
-
-
-def is_same_file(one: str, other: str) -> bool:
-    """Whether both names are of one file, which exists."""
-    return os.path.exists(one) and os.path.exists(other) and os.path.samefile(one, other)
-
-
-def check_counts(args: argparse.Namespace, *names: str) -> None:
-    for name in names:
-        number = getattr(args, name)
-        if not 1 <= number <= MAX_TEXTS:
-            raise UserError(f"{flag(name)} is {number}: it must be from 1 to {MAX_TEXTS:,}")
-
-
-def check_draft_flags(args: argparse.Namespace, *names: str) -> None:
-    """UserError for a flag of these about drafts, where there are none."""
-    for name in names:
-        if args.draft is None and getattr(args, name) not in (None, False):
+def check_values(args: argparse.Namespace) -> None:
+    """UserError for a value that breaks its rule, or a flag about drafts where there are none."""
+    flagged(Settings, args)
+    flagged(Options, args)
+    for name, (low, high) in RANGES.items():
+        value = getattr(args, name, low)
+        if not low <= value <= high:
+            raise UserError(f"{flag(name)} is {value}: it must be from {low} to {high:,}")
+    for name in ("gamma", "verify", "draft_bits", "color"):
+        if args.draft is None and getattr(args, name, None) not in (None, False):
             raise UserError(f"{flag(name)} is about drafted tokens: name a --draft (tiny-draft, …)")
 
 
@@ -343,7 +263,7 @@ def server_parser() -> Parser:
     )
     p.usage = "serve.py [options]"
     add_model_flags(p.add_argument_group("models and drafts"))
-    add_memory_flags(p.add_argument_group("batches, memory and the machine"))
+    add_machine_flags(p.add_argument_group("batches, memory and the machine"))
     add_server_flags(p.add_argument_group("the server"))
     return p
 
@@ -390,13 +310,7 @@ def add_server_flags(p: argparse._ArgumentGroup) -> None:
 
 def check_server_flags(args: argparse.Namespace) -> None:
     """UserError for flags that make no server."""
-    check_counts(args, "max_batch", "max_queue")
-    Settings(gamma=args.gamma)  # UserError, too
-    check_draft_flags(args, "gamma", "verify", "draft_bits")
-    if not 0 <= args.port < 2**16:
-        raise UserError(f"--port is {args.port}: it must be from 0 to 65535")
-    if not 0 <= args.grace <= MAX_GRACE:
-        raise UserError(f"--grace is {args.grace}: it must be from 0 to {MAX_GRACE} seconds")
+    check_values(args)
     for name, key in (("--api-key", args.api_key), (KEY_VARIABLE, os.environ.get(KEY_VARIABLE))):
         if key and key != key.strip():
             raise UserError(f"{name} begins or ends with a space, which no header can: take it out")

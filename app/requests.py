@@ -8,19 +8,18 @@ line becomes an error that keeps the line's `id`; the other lines are served.
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from checkpoint.files import parse_json
 from errors import UserError, check_names
-from request import Request, Settings
-from settings import NOTATIONS, Options, refuse_value
+from request import Request
+from settings import Options, Settings, refuse_value, settings_of
 
 if TYPE_CHECKING:
     from generate import Model
 
-SETTING_NAMES = tuple(Settings.__dataclass_fields__)
-NAMES = ("prompt", "id", "system", "raw", *SETTING_NAMES)
+NAMES = ("prompt", "id", "system", "raw", *Settings.__dataclass_fields__)
 
 
 @dataclass
@@ -103,12 +102,3 @@ def check_fields(fields: dict[str, Any]) -> None:
         refuse_value("prompt", fields.get("prompt"), "a text, or chat messages")
     if not isinstance(fields.get("raw"), bool | None):
         refuse_value("raw", fields["raw"], "true or false")
-
-
-def settings_of(fields: dict[str, Any], defaults: Settings) -> Settings:
-    """The settings of a line; null is as if it were left out. A grammar takes the place of one in
-    another notation."""
-    chosen = {name: fields[name] for name in SETTING_NAMES if fields.get(name) is not None}
-    if any(notation in chosen for notation in NOTATIONS):
-        chosen = dict.fromkeys(NOTATIONS) | chosen
-    return replace(defaults, **chosen)

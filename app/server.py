@@ -25,18 +25,23 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from threading import Thread
 from typing import Any, TypeVar
 
+import uvicorn
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route, Router
+from starlette.types import Receive, Scope, Send
 from torch.distributed import is_torchelastic_launched
 
-from app.asgi import ClientGone, Exchange, HttpError, Receive, Scope, Send
+from app.asgi import DONE, Body, Events, Headers, HttpError, Json, Wire, event, unless_gone
 from app.cli import load, start_for_any
 from app.connections import HEAD_SECONDS, MAX_CONNECTIONS, bounded_protocol, files_for
 from app.flags import KEY_VARIABLE, server_flags
@@ -47,7 +52,7 @@ from app.state import TextNumbers, snapshot
 from errors import UserError, brief
 from generate import Engine, Model
 from kernels import find_device
-from request import Settings
+from request import Result, Settings
 from serve import Answer, BatchServer, QueueFull, Unavailable, reply
 
 PAGE = Path(__file__).parent / "page.html"
@@ -68,7 +73,6 @@ PREFLIGHT_SECONDS = 600  # a browser may remember the answer
 # A text's client gets the next chunk after so long for each open text: so the event loop writes at
 # most a thousand chunks a second, and leaves the engine its time.
 CHUNK_SECONDS = 0.001
-Handler = Callable[[Exchange], Awaitable[None]]
 T = TypeVar("T")
 
 
@@ -96,67 +100,53 @@ class Application:
         self.is_local = is_local
         self.origins = origins
         self.started = int(time.time())
-        self.bodies: set[Exchange] = set()  # whose body comes, or waits to be read
+        self.bodies: set[Body] = set()
         self.large_bodies = ThreadPoolExecutor(LARGE_BODIES, "large bodies")
         self.compiling = asyncio.Semaphore(MAX_COMPILING)
         self.num_watchers = 0
         self.text_numbers = TextNumbers()
-        self.routes: dict[str, tuple[str, Handler]] = {
-            "/": ("GET", self.page),
-            "/health": ("GET", self.health),
-            "/metrics": ("GET", self.show_metrics),
-            "/state": ("GET", self.state),
-            "/v1/models": ("GET", self.models),
-            f"/v1/models/{offer.name}": ("GET", self.model),
-            "/v1/chat/completions": ("POST", partial(self.make_texts, is_chat=True)),
-            "/v1/completions": ("POST", partial(self.make_texts, is_chat=False)),
-        }
+        chats = partial(self.make_texts, is_chat=True)
+        texts = partial(self.make_texts, is_chat=False)
+        routes = [
+            Route("/", self.page),
+            Route("/health", self.health),
+            Route("/metrics", self.show_metrics),
+            Route("/state", self.state),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.model),
+            Route("/v1/chat/completions", chats, methods=["POST"]),
+            Route("/v1/completions", texts, methods=["POST"]),
+        ]
+        self.router = Router(routes, redirect_slashes=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            raise ValueError(f"there is nothing for {scope['type']} here")
-        exchange = Exchange(scope, receive, send)
+        wire = Wire(send)
         try:
-            await self.answer(exchange)
-        except ClientGone:
+            await self.answer(scope | {"app": self}, receive, wire)
+        except ClientDisconnect:
             return
         except Exception as error:
-            failure = http_error(error)
+            failure = http_error(error, scope["path"])
             if failure.status == 500:
                 traceback.print_exception(error)
-            await self.tell(exchange, failure)
+            with suppress(ClientDisconnect):
+                await wire.tell(failure, scope)
 
-    async def answer(self, exchange: Exchange) -> None:
-        self.check_host(exchange)
-        self.check_origin(exchange)
-        if exchange.method == "OPTIONS" and exchange.for_page:
-            return await self.preflight(exchange)
-        if exchange.path.startswith("/v1/") or exchange.path == "/state":
-            self.check_key(exchange)
-        if exchange.path not in self.routes:
-            raise HttpError(404, f"there is no {brief(exchange.path, 100)} here")
-        method, handler = self.routes[exchange.path]
-        allowed = (method, "HEAD") if method == "GET" else (method,)
-        if exchange.method not in allowed:
-            raise HttpError(405, f"{exchange.path} is for {method}", headers={"allow": method})
-        await handler(exchange)
-
-    async def tell(self, exchange: Exchange, error: HttpError) -> None:
-        """The error as an answer, or as the last event of a stream."""
-        try:
-            if exchange.is_started:
-                await exchange.write_event(error.to_dict())
-                await exchange.end_events("[DONE]")
-            else:
-                await exchange.reply_json(error.to_dict(), error.headers, error.status)
-        except ClientGone:
-            return
+    async def answer(self, scope: Scope, receive: Receive, wire: Wire) -> None:
+        headers = Request(scope).headers
+        self.check_host(headers)
+        wire.headers = self.check_origin(headers)
+        if scope["method"] == "OPTIONS" and wire.headers:
+            return await preflight(headers)(scope, receive, wire)
+        if scope["path"].startswith("/v1/") or scope["path"] == "/state":
+            self.check_key(headers)
+        await self.router(scope, receive, wire)
 
     # ---- Trust
 
-    def check_host(self, exchange: Exchange) -> None:
+    def check_host(self, headers: Headers) -> None:
         """Only this machine's names where it listens to this machine alone."""
-        host = exchange.headers.get("host", "")
+        host = headers.get("host", "")
         if self.is_local and not is_loopback(host_name(host)):
             raise HttpError(
                 403,
@@ -164,35 +154,23 @@ class Application:
                 "a proxy sends its clients' or its upstream's name unless it is told localhost",
             )
 
-    def check_origin(self, exchange: Exchange) -> None:
-        """No pages but the server's own and those of --allow-origin."""
-        origin = exchange.headers.get("origin")
-        if origin is None or origin.split("://")[-1] == exchange.headers.get("host", ""):
-            return
+    def check_origin(self, headers: Headers) -> Headers:
+        """No pages but the server's own and those of --allow-origin -> what lets such a page read
+        the answer."""
+        origin = headers.get("origin")
+        if origin is None or origin.split("://")[-1] == headers.get("host", ""):
+            return {}
         if origin not in self.origins and "*" not in self.origins:
             shown = brief(origin, 100)
             raise HttpError(
                 403, f"pages of {shown} may not use this server: --allow-origin {shown} lets them"
             )
-        exchange.for_page = {"access-control-allow-origin": origin, "vary": "origin"}
+        return {"access-control-allow-origin": origin, "vary": "origin"}
 
-    async def preflight(self, exchange: Exchange) -> None:
-        """What a browser asks before a page's request. It sends no key."""
-        asked = exchange.headers.get("access-control-request-headers", "")
-        await exchange.start(
-            204,
-            {
-                "access-control-allow-methods": "GET, POST",
-                "access-control-allow-headers": asked,
-                "access-control-max-age": str(PREFLIGHT_SECONDS),
-            },
-        )
-        await exchange.write(b"", has_more=False)
-
-    def check_key(self, exchange: Exchange) -> None:
+    def check_key(self, headers: Headers) -> None:
         if self.api_key is None:
             return
-        given = exchange.headers.get("authorization", "")
+        given = headers.get("authorization", "")
         scheme, _, key = given.partition(" ")
         if scheme.lower() == "bearer":
             given = key.strip(" \t")  # a byte of a letter may be a space in Latin-1
@@ -208,43 +186,41 @@ class Application:
 
     # ---- What there is
 
-    async def page(self, exchange: Exchange) -> None:
-        await exchange.reply(PAGE.read_bytes(), {"content-type": "text/html; charset=utf-8"})
+    async def page(self, request: Request) -> Response:
+        return HTMLResponse(PAGE.read_bytes())
 
-    async def health(self, exchange: Exchange) -> None:
+    async def health(self, request: Request) -> Response:
         if self.batch.refusal:
             raise Unavailable(self.batch.refusal)
-        await exchange.reply_json({"status": "ok"}, {})
+        return Json({"status": "ok"})
 
-    async def models(self, exchange: Exchange) -> None:
-        cards = [model_card(self.offer, self.started)]
-        await exchange.reply_json({"object": "list", "data": cards}, {})
+    async def models(self, request: Request) -> Response:
+        return Json({"object": "list", "data": [model_card(self.offer, self.started)]})
 
-    async def model(self, exchange: Exchange) -> None:
-        await exchange.reply_json(model_card(self.offer, self.started), {})
+    async def model(self, request: Request) -> Response:
+        if request.path_params["name"] != self.offer.name:
+            raise HTTPException(404)
+        return Json(model_card(self.offer, self.started))
 
-    async def show_metrics(self, exchange: Exchange) -> None:
+    async def show_metrics(self, request: Request) -> Response:
         batcher = self.batch.engine.batcher
         text = await self.batch.ask(lambda: self.metrics.render(batcher))
-        await exchange.reply(text.encode(), {"content-type": "text/plain; version=0.0.4"})
+        return Response(text, media_type="text/plain; version=0.0.4")
 
-    async def state(self, exchange: Exchange) -> None:
+    async def state(self, request: Request) -> Response:
         """Snapshots of the batch, at most ten a second, while somebody listens."""
+        return Events(self._snapshots(request.method == "HEAD"))
+
+    async def _snapshots(self, wants_headers: bool) -> AsyncIterator[bytes]:
         if self.num_watchers >= MAX_WATCHERS:
             raise HttpError(429, f"{MAX_WATCHERS} watch already", kind="rate_limit_error")
         self.num_watchers += 1
         try:
-            await exchange.run(self._write_snapshots(exchange))
+            while not (wants_headers or self.batch.refusal):
+                yield event(await self.batch.ask(self.take_picture))
+                await asyncio.sleep(SNAPSHOT_SECONDS)
         finally:
             self.num_watchers -= 1
-
-    async def _write_snapshots(self, exchange: Exchange) -> None:
-        await exchange.start_events({})
-        while exchange.method == "GET" and not self.batch.refusal:  # HEAD wants the headers alone
-            picture = await self.batch.ask(self.take_picture)
-            await exchange.write_event(picture)
-            await asyncio.sleep(SNAPSHOT_SECONDS)
-        await exchange.write(b"", has_more=False)
 
     def take_picture(self) -> dict[str, Any]:
         """Called in the engine thread, between two steps."""
@@ -253,9 +229,9 @@ class Application:
 
     # ---- Texts
 
-    async def make_texts(self, exchange: Exchange, is_chat: bool) -> None:
-        offered = exchange.headers.get("upgrade")
-        if offered and "upgrade" in exchange.headers.get("connection", "").lower():
+    async def make_texts(self, request: Request, is_chat: bool) -> Response:
+        offered = request.headers.get("upgrade")
+        if offered and "upgrade" in request.headers.get("connection", "").lower():
             # uvicorn has dropped the body.
             raise HttpError(
                 400,
@@ -263,12 +239,7 @@ class Application:
                 "HttpClient.Version.HTTP_1_1)",
             )
         self.batch.check_room(1)
-        self.bodies.add(exchange)
-        try:
-            data = await exchange.read_body(self.make_room_for_bodies)
-            asked = await exchange.run(self._read(data, is_chat))
-        finally:
-            self.bodies.remove(exchange)
+        asked = await self.read(request, is_chat)
         if len(asked.streams) > self.batch.capacity:
             raise UserError(
                 f"{len(asked.streams)} texts are asked for, and the server takes "
@@ -280,31 +251,36 @@ class Application:
             await self.compile(asked)
         reply = Reply(asked, self.offer)
         answer = Answer(asked.streams, asked.is_streamed)
+        headers = {"x-request-id": reply.id}
+        if asked.is_streamed:
+            return Events(self._chunks(answer, asked, reply), headers)
+        results = await unless_gone(request.receive, self._results(answer))
+        return Json(reply.completion(results), headers=headers)
+
+    async def read(self, request: Request, is_chat: bool) -> Asked:
+        """The body, once it has come, in a thread."""
+        body = Body()
+        self.bodies.add(body)
         try:
-            self.batch.submit(answer)
-            if asked.is_streamed:
-                await exchange.run(self._stream(exchange, answer, asked, reply))
-            else:
-                await exchange.run(self._reply(exchange, answer, reply))
+            await body.receive(request, self.make_room_for_bodies)
+            threads, read = None, read_request
+            if len(body.data) > SMALL_BODY:
+                threads, read = self.large_bodies, read_large
+            loop = asyncio.get_running_loop()
+            asked = loop.run_in_executor(threads, read, body.data, is_chat, self.offer)
+            return await unless_gone(request.receive, asked)
         finally:
-            self.batch.close(answer)
+            self.bodies.remove(body)
 
     def make_room_for_bodies(self) -> None:
         """If large bodies take too much memory, give up the one that has been silent for longest;
         then the next one."""
-        large = [exchange for exchange in self.bodies if exchange.num_bytes > SMALL_BODY]
-        size = sum(exchange.num_bytes for exchange in large)
-        for exchange in sorted(large, key=lambda exchange: exchange.last_part):
-            if size > MAX_HELD and not exchange.coming.done():
-                exchange.coming.cancel()
-                size -= exchange.num_bytes
-
-    async def _read(self, data: bytes, is_chat: bool) -> Asked:
-        loop = asyncio.get_running_loop()
-        threads, read = None, read_request
-        if len(data) > SMALL_BODY:
-            threads, read = self.large_bodies, read_large
-        return await loop.run_in_executor(threads, read, data, is_chat, self.offer)
+        large = [body for body in self.bodies if len(body.data) > SMALL_BODY]
+        size = sum(len(body.data) for body in large)
+        for body in sorted(large, key=lambda body: body.last_part):
+            if size > MAX_HELD and not body.is_whole:
+                body.limit.cancel()
+                size -= len(body.data)
 
     async def compile(self, asked: Asked) -> None:
         """Compile the grammar of the texts. HttpError if it, or those of others, take too long."""
@@ -330,22 +306,36 @@ class Application:
         compiled.add_done_callback(lambda _: self.compiling.release())
         return await asyncio.shield(compiled)  # a thread is not to be cancelled
 
-    async def _reply(self, exchange: Exchange, answer: Answer, reply: Reply) -> None:
-        results = await answer.results()
-        completion = reply.completion(results)
-        await exchange.reply_json(completion, {"x-request-id": reply.id})
+    async def _results(self, answer: Answer) -> list[Result]:
+        try:
+            self.batch.submit(answer)
+            return await answer.results()
+        finally:
+            self.batch.close(answer)
 
-    async def _stream(self, exchange: Exchange, answer: Answer, asked: Asked, reply: Reply) -> None:
-        async for updates in answer.updates():
-            if not exchange.is_started:  # an error before has a status of its own
-                await exchange.start_events({"x-request-id": reply.id})
-            for update in updates:
-                await exchange.write_event(reply.chunk(update))
-            if answer.num_unfinished:
-                await asyncio.sleep(CHUNK_SECONDS * self.batch.num_texts)
-        if asked.include_usage:
-            await exchange.write_event(reply.usage_chunk())
-        await exchange.end_events("[DONE]")
+    async def _chunks(self, answer: Answer, asked: Asked, reply: Reply) -> AsyncIterator[bytes]:
+        try:
+            self.batch.submit(answer)
+            async for updates in answer.updates():
+                for update in updates:
+                    yield event(reply.chunk(update))
+                if answer.num_unfinished:
+                    await asyncio.sleep(CHUNK_SECONDS * self.batch.num_texts)
+            if asked.include_usage:
+                yield event(reply.usage_chunk())
+            yield DONE
+        finally:
+            self.batch.close(answer)
+
+
+def preflight(headers: Headers) -> Response:
+    """What a browser asks before a page's request. It sends no key."""
+    allowed = {
+        "access-control-allow-methods": "GET, POST",
+        "access-control-allow-headers": headers.get("access-control-request-headers", ""),
+        "access-control-max-age": str(PREFLIGHT_SECONDS),
+    }
+    return Response(status_code=204, headers=allowed)
 
 
 def read_large(data: bytes, is_chat: bool, offer: Offer) -> Asked:
@@ -358,10 +348,15 @@ def read_large(data: bytes, is_chat: bool, offer: Offer) -> Asked:
         gc.enable()
 
 
-def http_error(error: Exception) -> HttpError:
+def http_error(error: Exception, path: str = "") -> HttpError:
     """The answer to an exception. Bugs are told as 500, without their words."""
     if isinstance(error, HttpError):
         return error
+    if isinstance(error, HTTPException):  # of starlette's router
+        words = f"there is no {brief(path, 100)} here"
+        if error.status_code == 405:
+            words = f"{path} is for {error.headers['Allow']}"
+        return HttpError(error.status_code, words, headers=error.headers)
     if isinstance(error, UserError):
         return HttpError(400, str(error), param=error.param)
     if isinstance(error, RecursionError):
@@ -407,15 +402,6 @@ def check_one_process(args: argparse.Namespace) -> None:
         )
 
 
-def import_uvicorn() -> Any:
-    try:
-        return import_module("uvicorn")
-    except ImportError:
-        raise UserError(
-            "the server needs the package uvicorn: pip install -r requirements-extra.txt"
-        ) from None
-
-
 def listen(host: str, port: int) -> socket.socket:
     """UserError if nobody can listen there: the port is in use, say."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -454,7 +440,6 @@ def run_server(arguments: Sequence[str] | None) -> int:
     """Do what the flags ask for -> the exit status."""
     args = server_flags(arguments)
     check_one_process(args)
-    uvicorn = import_uvicorn()
     listener = listen(args.host, args.port)  # early: loading takes long; clients wait
     settings = Settings(gamma=args.gamma)
     model, engine, limit = in_passing_thread(lambda: load_engine(args))

@@ -15,7 +15,6 @@ import fcntl
 import os
 import signal
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -161,9 +160,14 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def number_or_word(text: str) -> int | str:
-    """The value of a flag that takes a number or a word."""
-    return int(text) if text.isdecimal() else text
+def number_or_word(text: str) -> float | str:
+    """The value of a flag that takes a number or a word. Its own rule refuses what is wrong."""
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
@@ -228,16 +232,6 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"{flag(name)} has no use {why}: leave it out")
 
 
-def check_file(path: Path) -> None:
-    """UserError if no file can be written there. Nothing changes."""
-    other = path.exists() and not path.is_file()  # a folder, a device or a pipe
-    if other or not path.parent.is_dir() or not os.access(path.resolve().parent, os.W_OK):
-        raise UserError(
-            f"{path} is not a file, or cannot be written: name one, or a new one, "
-            "in a folder of yours"
-        )
-
-
 def check_folder(path: Path) -> None:
     """UserError if the folder can neither be made nor written to. Nothing changes."""
     path = path.resolve()
@@ -266,14 +260,3 @@ def alone_in(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
-
-
-@contextmanager
-def new_file(path: Path) -> Iterator[Path]:
-    """A new file to write, which replaces `path` once it is complete, and not after an error."""
-    check_file(path)
-    path = path.resolve()  # a link stays, its target is replaced
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        new = Path(folder, path.name)
-        yield new
-        new.replace(path)

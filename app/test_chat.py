@@ -1,12 +1,6 @@
 """A chat at a pseudo-terminal: commands, line editing, the dimmed prompt; what is told."""
 
 import json
-import os
-import pty
-import select
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,52 +8,11 @@ import pytest
 from app import cli
 from app.chat import TEMPERATURE, Conversation, chat_settings
 from checkpoint.generation import GenerationConfig
-from conftest import ROOT, heard
 from errors import UserError
 from request import Settings
+from testing.programs import Terminal
 
 UP = "\x1b[A"
-
-
-class Terminal:
-    """generate.py at a pseudo-terminal."""
-
-    def __init__(self, *flags: object):
-        self.controller, end = pty.openpty()
-        self.process = subprocess.Popen(
-            [sys.executable, "generate.py", *map(str, flags)],
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "TERM": "xterm"},
-            stdin=end,
-            stdout=end,
-            stderr=end,
-            start_new_session=True,
-            preexec_fn=heard,
-        )
-        os.close(end)
-        self.unread = ""
-
-    def read_until(self, text: str, seconds: float = 40.0) -> str:
-        """What appears, up to this text."""
-        deadline = time.monotonic() + seconds
-        while text not in self.unread:
-            ready, _, _ = select.select([self.controller], [], [], deadline - time.monotonic())
-            assert ready, f"{text!r} does not appear in {self.unread!r}"
-            self.unread += os.read(self.controller, 4096).decode(errors="replace")
-        seen, self.unread = self.unread.split(text, 1)
-        return seen + text
-
-    def type(self, text: str, until: str = "> ") -> str:
-        """Type a line -> what appears after it, up to the next prompt."""
-        os.write(self.controller, f"{text}\n".encode())
-        self.read_until("\n")  # the echo
-        return self.read_until(until)
-
-    def end(self) -> int:
-        os.write(self.controller, b"\x04")  # Ctrl-D
-        code = self.process.wait(timeout=60)
-        os.close(self.controller)
-        return code
 
 
 @pytest.mark.slow

@@ -18,12 +18,16 @@ from app import flags as flags_page
 from app.shell import Terminated
 from batcher import Batcher
 from checkpoint.config import Config
-from conftest import SMALL, largest_file, program, told, write_model
+from checkpoint.weights import weight_bytes
 from generate import Model, generate
-from model import Llama, weight_bytes
+from model import Llama
+from request import Result, Speculation
 from runner import ModelRunner
 from sampling import TokenLogprob
-from test_eagle import random_head
+from testing.folders import write_model
+from testing.heads import random_head
+from testing.models import SMALL
+from testing.programs import largest_file, program, told
 
 PROMPT = "Once upon a time"
 FLOAT64 = ("--dtype", "float64")
@@ -99,6 +103,12 @@ def test_json_and_text_say_the_same(base, capsys):
     assert stats["tokens"] == len(result["tokens"]) <= 12
     assert stats["prompt_tokens"] == len(result["prompt_tokens"])
     assert stats["seconds_to_first_token"] > 0
+
+
+def test_json_tells_what_drafts_were_worth():
+    result = Result("p", [1], 0, tokens=[5, 6, 7], speculation=Speculation(0.5, 1.5, 1.2))
+    stats = cli.result_fields(result)["stats"]
+    assert stats["acceptance"] == 0.5 and stats["prompt_tokens"] == 1 and stats["tokens"] == 3
 
 
 def test_n_texts_are_those_of_the_following_seeds(base, capsys):
@@ -279,13 +289,12 @@ def test_results_go_to_a_file_and_what_was_there_stays_after_a_mistake(base, cap
     same = tmp_path / "folder" / ".." / "new"  # it is not there yet
     (tmp_path / "folder").mkdir()
     for wrong, says in (
-        (("--prompts", prompts, *flags[:-1], prompts), "is the file of --prompts"),
+        (("--prompts", prompts, *flags[:-1], prompts), "is not empty, and what it holds"),
         (("--prompts", prompts, "--profile", prompts), "is the file of --prompts"),
-        ((PROMPT, "--schema", schema, *flags[:-1], schema), "is the file of --schema"),
-        ((PROMPT, "--target", schema, "--out", schema), "is the file of --target"),
+        ((PROMPT, "--schema", schema, "--profile", schema), "is the file of --schema"),
         ((PROMPT, "--out", tmp_path / "new", "--profile", same), "is the file of --out"),
         ((PROMPT, *flags[:-1], tmp_path), "is not a file"),
-        ((PROMPT, *flags), "has results already"),
+        ((PROMPT, *flags), "is not empty, and what it holds"),
         ((PROMPT, *new, "--max-len", "3"), "the prompt has"),
         (("--prompts", prompts, *new, "--no-cache"), "without a cache there are no"),
     ):
@@ -482,12 +491,12 @@ def test_ctrl_c_while_a_result_is_printed_drops_no_result(base, capsys, monkeypa
 
 BAD_FLAGS = told(
     """
-    --temperature -1 → temperature is -1.0
-    --temperature warm → invalid float value: 'warm'
-    --top-k 2.5 → invalid int value
+    --temperature -1 → temperature is -1: it must be
+    --temperature warm → temperature is 'warm': it must be
+    --top-k 2.5 → top_k is 2.5: it must be a whole number
     --max-len 3 → the prompt has
-    --max-len 1 → max_len is 1: it must be from 2 to 96
-    --max-len 97 → max_len is 97
+    --max-len 1 → max_len is 1: it must be a whole number of at least 2
+    --max-len 97 → max_len is 97: it must be from 2 to 96
     --tensor-parallel 65 → num_attention_heads is 4, which 65 processes cannot share
     --tensor-parallel -1 → --tensor-parallel is -1: it must be from 1 to
     --tensor-parallel 2 --device cpu:0 → each process takes its own: name cpu
@@ -525,17 +534,17 @@ BAD_FLAGS = told(
     --draft tiny-draft --draft-bits 5 → bits is 5; it must be 8, 4
     --no-cache --kv-bits 8 → without a cache there are no drafts
     --no-cache --draft self → without a cache there are no drafts
-    --draft ngram --gamma -1 → gamma is '-1': it must be a whole number
+    --draft ngram --gamma -1 → gamma is -1: it must be a whole number
     --draft ngram --gamma many → gamma is 'many'
     --draft ngram --gamma 1000000000000000000 → a step has a budget of 512 tokens
-    --draft ngram --verify maybe → invalid choice: 'maybe'
+    --draft ngram --verify maybe → verify is 'maybe': it must be block, token or coupled
     --draft ngram --color --json → --color is for text
     --draft no-such-model → 'no-such-model' is neither
     --draft tiny-draft → the draft's vocabulary is not the target's: token 256 is
     --draft self --bits 4 → the target's weights are INT4 already
     """
 )
-BAD_FLAGS += [(f"--top-k {'9' * 5000}", "invalid int value"), (f"--n {10**400}", "to 65,536")]
+BAD_FLAGS += [(f"--top-k {'9' * 5000}", "top_k is inf"), (f"--n {10**400}", "to 65,536")]
 
 
 def test_a_bad_flag_is_one_line(base, capsys, monkeypatch):

@@ -5,16 +5,16 @@ import resource
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from importlib.util import find_spec
 
 import pytest
+
+for package in ("httptools", "starlette", "uvicorn"):
+    pytest.importorskip(package, reason="requirements-extra.txt is not installed")
+import uvicorn
 
 from app import connections
 from app.connections import MAX_HEAD, OTHER_FILES, bounded_protocol, files_for
 from app.server import listen
-
-uvicorn = pytest.importorskip("uvicorn", reason="requirements-extra.txt is not installed")
-pytestmark = pytest.mark.skipif(not find_spec("httptools"), reason="needs httptools")
 
 GET = b"GET / HTTP/1.1\r\nhost: a\r\n"
 POST = b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"

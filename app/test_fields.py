@@ -20,12 +20,12 @@ import torch
 from app import fields
 from app.asgi import HttpError
 from app.openai import Offer
-from app.test_server import CHAT, COMPLETE, PROMPT, ask, read, run
 from conftest import TIMES
-from conftest import told as table
 from errors import UserError
 from generate import Model, generate
 from request import Settings
+from testing.http import CHAT, COMPLETE, PROMPT, ask, read, run
+from testing.programs import told as table
 
 HAS_GRAMMARS = bool(find_spec("llguidance"))
 OPENAI_CHAT = """

@@ -7,8 +7,9 @@ import subprocess
 import sys
 
 from app import flags
-from conftest import ROOT, told
-from settings import MAX_TOKENS
+from settings import Settings
+from testing.pages import ROOT
+from testing.programs import told
 
 AT_ONCE = 0.3  # seconds of the processor: other programs do not count
 
@@ -26,11 +27,12 @@ MISTAKES = told(
     --xyz Once → unrecognized arguments: --xyz (see --help)
     Once upon a time → put the prompt in quotes, "Once upon a time"
     --n 0 Once → --n is 0
-    --temperature -1 Once → temperature is -1.0: it must be from 0
+    --temperature -1 Once → temperature is -1: it must be from 0
     --max-tokens -1 Once → max_tokens is -1
     --regex a --choice b Once → regex and choice are given
     --gamma 2 Once → --gamma is about drafted tokens
-    --verify maybe Once → invalid choice: 'maybe'
+    --verify maybe Once → verify is 'maybe': it must be block, token or coupled
+    --kv-bits 5 Once → kv_bits is '5': it must be 16, 8, 4 or 8/4
     --out /nowhere/at/all Once → /nowhere/at/all is not a file
     """
 )
@@ -41,7 +43,7 @@ CASES += [("generate.py", ["--help"], 0, "examples:"), ("serve.py", ["--help"], 
 CASES += [
     ("serve.py", ["--prot", "80"], 2, "(did you mean --port?)"),
     ("serve.py", ["--port", "-1"], 2, "--port is -1"),
-    ("serve.py", ["--gamma", "-1", "--draft", "ngram"], 2, "gamma is '-1'"),
+    ("serve.py", ["--gamma", "-1", "--draft", "ngram"], 2, "gamma is -1"),
 ]
 
 
@@ -68,13 +70,17 @@ def test_help_has_groups_and_examples_that_can_be_typed():
     text = flags.parser().format_help()
     for group in ("models and drafts", "texts", "batches, memory and the machine", "output"):
         assert f"\n{group}:\n" in text
-    assert f"default {MAX_TOKENS}" in text
+    assert f"default {Settings().max_tokens}" in text
     parsers = {"generate.py": flags.generate_flags, "serve.py": flags.server_flags}
     for line in (flags.EXAMPLES + flags.SERVER_EXAMPLES).splitlines():
         if line.startswith("  "):
             python, page, *words = shlex.split(line.split("  ")[1])
             assert python == "python"
             parsers[page](words)
+
+
+def test_each_setting_and_option_has_a_flag():
+    assert sorted(" ".join(flags.GROUPS.values()).split()) == sorted(flags.DECLARED)
 
 
 def test_files_that_the_examples_write_are_not_for_the_repository():

@@ -1,6 +1,6 @@
 """OpenAI's protocol, field by field; who is refused, and how; the program with its signals.
 
-Most of it calls the application as an HTTP server would (ASGI), so it needs none.
+Most of it calls the application as uvicorn would (ASGI), without a network in between.
 """
 
 import asyncio
@@ -16,11 +16,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack, contextmanager
-from functools import cache
-from importlib.util import find_spec
 from itertools import chain, pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,156 +27,39 @@ from typing import Any
 import pytest
 import torch
 
+for package in ("httptools", "pydantic", "starlette", "uvicorn"):
+    pytest.importorskip(package, reason="requirements-extra.txt is not installed")
 import grammar as grammar_page
 from app import asgi, openai, server
 from app import metrics as metrics_page
 from app.asgi import HttpError
 from app.metrics import Metrics
 from app.openai import Offer
-from app.server import Application
-from conftest import CHATML, ROOT, heard, told, write_model
 from errors import UserError
-from generate import Engine, Model, generate, load_draft
+from generate import Engine, Model, generate
 from grammar import Grammars
 from request import OutputStream, Request, Result, RoundStats, Settings
 from serve import Answer, BatchServer, Unavailable
 from settings import Grammar, Options
+from testing.folders import CHATML, write_model
+from testing.http import (
+    CHAT,
+    COMPLETE,
+    PROMPT,
+    Client,
+    ask,
+    events,
+    needs_llguidance,
+    post,
+    read,
+    refused,
+    run,
+    tiny,
+)
+from testing.pages import ROOT
+from testing.programs import heard, told
 
-PROMPT = "Once upon a time"
 GREEDY = dict(prompt=PROMPT, temperature=0, max_tokens=8)
-CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
-needs_llguidance = pytest.mark.skipif(not find_spec("llguidance"), reason="needs llguidance")
-needs_uvicorn = pytest.mark.skipif(not find_spec("uvicorn"), reason="needs uvicorn")
-
-
-@cache
-def tiny() -> Model:
-    return Model.load("tiny", "cpu", torch.float64)
-
-
-class Client:
-    """One request to an application, without a network in between.
-
-    reads: how many parts of the answer it reads; None: all.
-    """
-
-    def __init__(self, app, method, path, body=b"", headers=(), reads=None):
-        self.app = app
-        self.body = body if isinstance(body, bytes) else json.dumps(body).encode()
-        pairs = {"host": "127.0.0.1:8000", **dict(headers)}
-        self.scope = {
-            "type": "http",
-            "method": method,
-            "path": path,
-            "query_string": b"",
-            "headers": [(k.encode(), v.encode()) for k, v in pairs.items() if v is not None],
-        }
-        self.gone = asyncio.Event()
-        self.reads = reads
-        self.parts: list[bytes] = []
-        self.status = 0
-        self.answer_headers: dict[str, str] = {}
-
-    async def __aenter__(self) -> "Client":
-        half = len(self.body) // 2
-        self.to_send = [(self.body[:half], True), (self.body[half:], False)]
-        self.task = asyncio.ensure_future(self.app(self.scope, self.receive, self.send))
-        return self
-
-    async def __aexit__(self, *error) -> None:
-        self.gone.set()
-        await self.task
-
-    async def receive(self):
-        if self.to_send:
-            body, more = self.to_send.pop(0)
-            return {"type": "http.request", "body": body, "more_body": more}
-        await self.gone.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(self, message):
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-            for name, value in message["headers"]:
-                self.answer_headers[name.decode()] = value.decode()
-            return
-        while self.reads is not None and len(self.parts) >= self.reads:
-            await asyncio.sleep(0.001)
-        self.parts.append(message["body"])
-
-    @property
-    def text(self) -> str:
-        return b"".join(self.parts).decode()
-
-
-async def ask(app, method, path, body=b"", headers=()) -> tuple[int, str, dict[str, str]]:
-    client = Client(app, method, path, body=body, headers=headers)
-    async with client:
-        await asyncio.wait({client.task}, timeout=60)
-    return client.status, client.text, client.answer_headers
-
-
-async def post(app, path, **body):
-    """The object that is answered."""
-    status, text, _ = await ask(app, "POST", path, body)
-    assert status == 200, text
-    return json.loads(text)
-
-
-async def events(app, path, **body) -> list[dict]:
-    """The chunks of a stream."""
-    status, text, headers = await ask(app, "POST", path, {"stream": True, **body})
-    assert status == 200, text
-    assert headers["content-type"].startswith("text/event-stream")
-    assert text.endswith("data: [DONE]\n\n")
-    lines = text.split("\n\n")
-    assert all(line.startswith("data: ") for line in lines[:-1])
-    return [json.loads(line[6:]) for line in lines[:-2]]
-
-
-async def refused(app, path, body, headers=()) -> tuple[int, dict]:
-    """The status and the error, which tells no path of the server's files."""
-    status, text, _ = await ask(app, "POST", path, body, headers)
-    assert str(app.offer.model.folder) not in text
-    return status, json.loads(text)["error"]
-
-
-def run(
-    scenario: Callable[[Application], Awaitable[None]],
-    capacity=16,
-    model=None,
-    limit=300,
-    draft=None,
-    **how,
-) -> None:
-    """Play it against an application; at its end no block may be taken, and no text open."""
-    model = model or tiny()
-    draft = load_draft(draft, model)
-    limit = min(limit, model.llama.config.max_position_embeddings)
-    engine = Engine(model, draft, Options(max_len=limit, max_batch=4), tokens=4 * limit)
-    metrics = Metrics("tiny")
-    batch = BatchServer(engine, capacity, metrics.observe)
-    offer = Offer(model, "tiny", limit, settings=Settings())
-
-    async def play() -> None:
-        batch.start()
-        try:
-            await asyncio.wait_for(scenario(Application(offer, batch, metrics, **how)), 100)
-            assert batch.num_texts == 0
-            if batch.error is None:
-                _, _, live = await batch.ask(engine.caches[0].check)
-                assert live == 0 and not engine.batcher.running and not engine.batcher.waiting
-        finally:
-            batch.stop()
-
-    asyncio.run(play())
-
-
-def read(is_chat: bool, offer: Offer, **fields) -> openai.Asked:
-    """What is read from a body with these fields, and with a prompt or a message."""
-    said = dict(messages=[dict(role="user", content=PROMPT)]) if is_chat else dict(prompt=PROMPT)
-    body = said | fields
-    return openai.read_request(json.dumps(body).encode(), is_chat, offer)
 
 
 def alone(prompt: str = PROMPT, **settings):
@@ -786,7 +667,6 @@ def test_a_key_may_have_any_bytes(key):
     run(scenario, api_key=key)
 
 
-@needs_uvicorn
 @pytest.mark.parametrize("flag, variable", [("a", "b"), (None, "a"), (None, ""), (None, None)])
 def test_the_key_and_the_host_are_those_that_the_program_is_given(flag, variable, monkeypatch):
     made = []
@@ -928,8 +808,8 @@ def test_a_grammar_that_fails_is_that_requests_mistake(monkeypatch, capsys):
         status, error = await refused(app, COMPLETE, asked)
         assert status == 400 and "simplify it" in error["message"]
         assert error["param"] == "structured_outputs"
-        status, text, _ = await ask(app, "POST", COMPLETE, asked | dict(stream=True))
-        assert status == 200 and "simplify it" in text and text.endswith("data: [DONE]\n\n")
+        streamed = await refused(app, COMPLETE, asked | dict(stream=True))  # before its first chunk
+        assert streamed == (status, error)
 
     run(scenario)
     assert capsys.readouterr().err == ""
@@ -1171,7 +1051,6 @@ def seconds_of(process: subprocess.Popen) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-@needs_uvicorn
 @pytest.mark.slow
 def test_large_bodies_hold_up_nobody(tmp_path):
     """Six of the largest of each kind: others are answered, and what streams goes on. The bounds
@@ -1216,7 +1095,6 @@ def test_large_bodies_hold_up_nobody(tmp_path):
                 assert error["param"] in ("prompt", "messages"), error
 
 
-@needs_uvicorn
 @pytest.mark.slow
 def test_a_signal_amid_streams(capsys):
     """What is open is finished; the door is closed; a second server cannot have the port."""
@@ -1240,7 +1118,6 @@ def test_a_signal_amid_streams(capsys):
 
 
 @pytest.mark.slow
-@needs_uvicorn
 def test_grace_is_limited_and_a_second_signal_ends_at_once():
     long = dict(prompt=PROMPT, max_tokens=1000, ignore_eos=True, stream=True)
     with running("--grace", "0.1", "--max-batch", "2") as (process, port):
@@ -1260,7 +1137,7 @@ def test_grace_is_limited_and_a_second_signal_ends_at_once():
         assert process.wait(timeout=5) == 143
 
 
-def test_mistakes_are_one_line(monkeypatch, capsys):
+def test_mistakes_are_one_line(capsys):
     flags = [
         (["--port", "70000"], "--port is 70000"),
         (["--max-queue", "0"], "--max-queue is 0"),
@@ -1287,8 +1164,6 @@ def test_mistakes_are_one_line(monkeypatch, capsys):
         (["--prompts", "x"], "unrecognized arguments"),
         (["--target", "none"], "'none' is neither"),
     ]
-    if not find_spec("uvicorn"):
-        flags = [(["--port", "0"], "pip install -r requirements-extra.txt")]
     for arguments, says in flags:
         try:
             status = server.main(["--port", "0", *arguments])
@@ -1296,9 +1171,20 @@ def test_mistakes_are_one_line(monkeypatch, capsys):
             status = stop.code
         out, err = capsys.readouterr()
         assert status == 2 and says in err and err.count("\n") == 1 and not out, arguments
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
-    assert server.main(["--port", "0"]) == 2
-    assert "the server needs the package uvicorn" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_package_that_is_missing_is_named(tmp_path):
+    (tmp_path / "starlette.py").write_text("import package_that_is_missing")
+    done = subprocess.run(
+        [sys.executable, "serve.py", "--port", "0"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "the server needs the package package_that_is_missing: pip install" in done.stderr
 
 
 def test_the_model_is_loaded_in_a_thread_that_ends():

@@ -4,17 +4,16 @@ import ast
 import io
 import os
 import signal
-import stat
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-from app.shell import Parser, begin, handled, new_file, raise_signal, status, write
-from conftest import PAGES, ROOT, heard
+from app.shell import Parser, begin, handled, raise_signal, status, write
 from errors import UserError
+from testing.pages import PAGES, ROOT
+from testing.programs import heard
 
 PROGRAM = """
 from app.shell import begin
@@ -197,28 +196,3 @@ def test_streams_that_are_closed_or_full_and_messages_that_are_not_fit_to_be_sho
     for process, (redirect, work, code, out, err) in zip(running, BAD_STREAMS):
         assert process.communicate("", timeout=20) == (out, err), redirect or work
         assert process.returncode == code
-
-
-def test_a_file_is_there_whole_or_as_it_was(tmp_path):
-    file, link, folder = tmp_path / "a.json", tmp_path / "link", tmp_path / "folder"
-    file.write_text("before")
-    link.symlink_to(file)
-    with pytest.raises(KeyboardInterrupt), new_file(file) as new:
-        new.write_text("half")
-        raise KeyboardInterrupt
-    with pytest.raises(OSError, match="No such file"), new_file(file) as new:
-        new.with_name("other").write_text("what a library leaves where the disk is full")
-    assert file.read_text() == "before" and sorted(p.name for p in tmp_path.iterdir()) == [
-        "a.json",
-        "link",
-    ]
-    with new_file(link) as new:
-        new.write_text("after")
-    assert file.read_text() == "after" and link.is_symlink()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.json", "link"]
-    os.mkfifo(fifo := tmp_path / "fifo")
-    folder.mkdir()
-    for wrong in (folder, fifo, Path("/dev/null"), tmp_path / "nowhere" / "x"):
-        with pytest.raises(ValueError, match="is not a file|cannot be written"), new_file(wrong):
-            pass
-    assert fifo.is_fifo() and stat.S_ISCHR(os.stat("/dev/null").st_mode)

@@ -2,8 +2,6 @@
 
 import json
 import re
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ import grammar
 from app.asgi import HttpError
 from app.openai import Offer, Reply
 from app.server import http_error
-from app.test_server import CHAT, events, needs_llguidance, post, read, refused, run
 from app.tools import (
     BARE,
     TAGGED,
@@ -24,12 +21,25 @@ from app.tools import (
     Tools,
     call_grammar,
 )
-from conftest import ROOT, TIMES
+from conftest import TIMES
 from errors import UserError
 from generate import Model
 from request import Result
 from serve import Update
 from settings import Grammar, Settings
+from testing.http import (
+    CHAT,
+    POINT,
+    TEMPLATES,
+    TOOLS,
+    events,
+    needs_llguidance,
+    post,
+    read,
+    refused,
+    run,
+    with_tools,
+)
 
 ADD = '{"name": "add", "arguments": {"a": 1}}'
 SAY = '{"name": "say", "parameters": {"text": "}\\"{\\\\", "to": {"x": [{}]}}}'
@@ -140,13 +150,6 @@ def test_white_space_without_an_end_is_not_held_back(begun):
 # ---- Grammars
 
 
-POINT = {  # as pydantic writes it
-    "$defs": {"Number": {"type": "integer", "minimum": 0, "maximum": 99}},
-    "type": "object",
-    "properties": {"a": {"$ref": "#/$defs/Number"}},
-    "required": ["a"],
-    "additionalProperties": False,
-}
 FUNCTIONS = [Function("add", POINT, is_strict=True), Function("say", {})]
 BARE_ADD = ADD.replace("arguments", "parameters")
 TAGGED_SAY = SAY.replace("parameters", "arguments")
@@ -248,44 +251,6 @@ def test_calls_of_random_functions_parse_and_validate(monkeypatch):
 
 
 # ---- The server
-
-
-TEMPLATES = {
-    True: """\
-{% for tool in tools or [] %}{{ tool.function.name }}{{ tool.function.parameters | tojson }}
-{% endfor %}
-{% for message in messages %}{{ message.role }}: {{ message.content }}
-{% for call in message.tool_calls %}<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>
-{% endfor %}
-{% endfor %}
-""",
-    False: """\
-{% if tools %}{"name": function, "parameters": object}{{ tools[0] | tojson(indent=1) }}{% endif %}
-{% for message in messages %}{{ message.role }}: {{ message.content }}
-{% if message.tool_calls %}{{ message.tool_calls[0].function | tojson }}
-{% endif %}
-{% endfor %}
-""",
-}
-WORDS = {
-    "type": "object",
-    "properties": {"word": {"enum": ["dog", "cat"]}},
-    "required": ["word"],
-    "additionalProperties": False,
-}
-TOOLS = [
-    {"type": "function", "function": {"name": "say", "parameters": WORDS}},
-    {"type": "function", "function": {"name": "add", "parameters": POINT, "description": "Adds"}},
-]
-
-
-def with_tools(folder: Path, is_tagged: bool) -> Path:
-    """A folder with the embedded model, and a chat template that has tools."""
-    shutil.copytree(ROOT / "models" / "tiny", folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATES[is_tagged])
-    return folder
 
 
 @pytest.fixture(params=[True, False], ids=["tagged", "bare"], scope="module")

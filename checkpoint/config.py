@@ -14,10 +14,14 @@ frequencies by numbers that no config.json has.)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from checkpoint.files import Json, read_json
 from checkpoint.formats import Layout, check_setting
@@ -147,6 +151,28 @@ class Config:
         """Whether each head of q and of k is normed."""
         return self.model_type == "qwen3"
 
+    def rope_frequencies(self) -> Tensor:
+        """Radians by which each pair of dimensions turns from a position to the next: float32[D/2].
+
+        For texts longer than in training (`rope_scaling`), frequencies are divided. The linear
+        kind divides all of them by `factor`. The llama3 kind divides those of slow pairs: pairs
+        that make fewer than low_freq_factor turns over the original context, and in part pairs that
+        make up to high_freq_factor. With `factors`, each frequency has its own.
+        """
+        D = self.head_dim
+        frequencies = 1.0 / self.rope_theta ** (torch.arange(0, D, 2, dtype=torch.float32) / D)
+        scaling = self.rope_scaling or {}
+        if "factors" in scaling:
+            return frequencies / torch.tensor(scaling["factors"], dtype=torch.float32)
+        slowed = frequencies / scaling.get("factor", 1)
+        if "original_max_position_embeddings" not in scaling:
+            return slowed
+        turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+        low = scaling["low_freq_factor"]
+        high = scaling["high_freq_factor"]
+        keep = ((turns - low) / (high - low)).clamp(0, 1)  # 1: a fast pair, kept; 0: a slow one
+        return keep * frequencies + (1 - keep) * slowed
+
     @classmethod
     def load(cls, folder: Path) -> Config:
         """The config of a folder's config.json. FileNotFoundError or UserError names the file."""
@@ -201,6 +227,55 @@ class Config:
                 "for: quantize the folder that they were made from, or leave the bits out"
             )
         return replace(self, quantization=layout)
+
+    # ---- A share of the model (parallel.py)
+
+    def shard(self, n: int) -> Config:
+        """The model of each of n processes. UserError if n processes cannot share it."""
+        if n == 1:
+            return self
+        self._check_divisible(n)
+        return replace(
+            self,
+            num_attention_heads=self.num_attention_heads // n,
+            num_key_value_heads=max(1, self.num_key_value_heads // n),
+            intermediate_size=self.intermediate_size // n,
+            vocab_size=math.ceil(self.vocab_size / n),  # the last shard is padded
+        )
+
+    def _check_divisible(self, n: int) -> None:
+        """UserError if n processes cannot share this model."""
+        stored = self.quantization
+        if stored is not None and stored.ordered:
+            raise UserError(
+                "the columns of each matrix are stored in another order (act-order), which "
+                f"{n} processes cannot share: use one process, or another checkpoint"
+            )
+        # Inputs of o and down are cut in whole groups, which share a scale or a byte.
+        group = 1 if stored is None else stored.shard_multiple
+        columns = f"a multiple of {n * group}"
+        if group > 1:
+            columns += (
+                f" ({n} processes · {group} columns that stay together: --bits, --draft-bits)"
+            )
+        kv_heads = self.num_key_value_heads
+        rules = {
+            "num_attention_heads": (self.num_attention_heads % n == 0, f"a multiple of {n}"),
+            "num_key_value_heads": (
+                kv_heads % n == 0 or n % kv_heads == 0,
+                f"a multiple or a divisor of {n}",
+            ),
+            "intermediate_size": (self.intermediate_size % (n * group) == 0, columns),
+            "query_size": (self.query_size % (n * group) == 0, columns),
+            # No shard is empty: with V ≥ n², n − 1 shards of ⌈V / n⌉ hold fewer than V.
+            "vocab_size": (self.vocab_size >= n * n, f"at least {n * n}"),
+        }
+        for name, (holds, rule) in rules.items():
+            if not holds:
+                raise UserError(
+                    f"{name} is {getattr(self, name)}, which {n} processes cannot share: it must "
+                    f"be {rule}; start another number of processes"
+                )
 
 
 def parse_file(file: Path, parse: Callable[[Json], Any]) -> Any:

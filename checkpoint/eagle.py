@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -23,9 +23,6 @@ from checkpoint.files import Json, read_json
 from checkpoint.formats import Layout, check_setting
 from checkpoint.tensors import Checkpoint, open_file
 from errors import UserError, brief
-
-if TYPE_CHECKING:
-    from parallel import Group
 
 EMBEDDING = "embed_tokens.weight"
 UNUSED = "t2d"  # bool[V]: which of the target's tokens the head has; for training
@@ -99,9 +96,9 @@ class EagleConfig:
         """Of the layer, with the head's own vocabulary."""
         return replace(self.layer, vocab_size=self.draft_vocab_size)
 
-    def shard(self, group: Group) -> EagleConfig:
-        """The head of this process. It has all rows of an embedding of its own."""
-        shard = group.shard(self.draft_config)
+    def shard(self, n: int) -> EagleConfig:
+        """The head of each of n processes. It has all rows of an embedding of its own."""
+        shard = self.draft_config.shard(n)
         layer = replace(shard, vocab_size=self.layer.vocab_size)
         return replace(self, layer=layer, draft_vocab_size=shard.vocab_size)
 

@@ -1,6 +1,11 @@
-"""Text and JSON of a model folder, which is untrusted: ordinary files of a bounded size."""
+"""Files: text and JSON of a model folder, which is untrusted, are read only from ordinary files of
+a bounded size; and a file that is written is there whole, or as it was."""
 
 import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -57,3 +62,30 @@ def read_json(file: Path, limit: int = LARGEST_JSON) -> Json:
         kind = type(data).__name__
         raise UserError(f"{file} is not valid JSON: it holds a {kind}, not an object")
     return data
+
+
+def check_file(path: Path) -> None:
+    """UserError if no file can be written there. Nothing changes."""
+    other = path.exists() and not path.is_file()  # a folder, a device or a pipe
+    if other or not path.parent.is_dir() or not os.access(path.resolve().parent, os.W_OK):
+        raise UserError(
+            f"{path} is not a file, or cannot be written: name one, or a new one, "
+            "in a folder of yours"
+        )
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """A new file to write, which replaces `path` once it is complete, and not after an error."""
+    check_file(path)
+    path = path.resolve()  # a link stays, its target is replaced
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        new = Path(folder, path.name)
+        yield new
+        new.replace(path)
+
+
+def write_json(file: Path, data: Json) -> None:
+    text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
+    with new_file(file) as new:
+        new.write_text(text, encoding="utf-8")

@@ -56,7 +56,7 @@ class Header(NamedTuple):
 
 
 Headers = Mapping[str, Header]  # by name
-Weights = Mapping[str, Tensor | Quantized]  # of the model, by name
+NamedWeights = Mapping[str, Tensor | Quantized]  # of the model
 
 
 def header_of(tensor: Tensor) -> Header:
@@ -203,7 +203,7 @@ class Layout:
             headers[module + suffix] = Header(shape, dtype)
         return headers
 
-    def read(self, name: str, weights: Weights, checkpoint: Checkpoint) -> Quantized:
+    def read(self, name: str, weights: NamedWeights, checkpoint: Checkpoint) -> Quantized:
         """The folder's numbers of a matrix. weights: the model's, for their shapes."""
         module = name.removesuffix("weight")
         weight = weights[name]

@@ -13,6 +13,7 @@ none, which is a default of transformers and no maker's.
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,47 +23,19 @@ from checkpoint.files import Json
 from checkpoint.gguf import GGUF
 from checkpoint.hub import is_gguf
 from errors import UserError, brief
-from settings import SETTINGS, check_settings
+from settings import SETTINGS, Settings
 
 if TYPE_CHECKING:
     from tokenizer import Tokenizer
 
-# Settings of transformers that are missing here, each with the value that changes nothing.
-NEUTRAL: Json = {
-    "repetition_penalty": 1.0,
-    "encoder_repetition_penalty": 1.0,
-    "no_repeat_ngram_size": 0,
-    "encoder_no_repeat_ngram_size": 0,
-    "num_beams": 1,
-    "num_beam_groups": 1,
-    "diversity_penalty": 0.0,
-    "length_penalty": 1.0,
-    "penalty_alpha": None,
-    "min_length": 0,
-    "min_new_tokens": None,
-    "typical_p": 1.0,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
-    "top_h": None,
-    "guidance_scale": None,
-    "bad_words_ids": None,
-    "sequence_bias": None,
-    "suppress_tokens": None,
-    "begin_suppress_tokens": None,
-    "forced_bos_token_id": None,
-    "forced_eos_token_id": None,
-    "stop_strings": None,
-    "exponential_decay_length_penalty": None,
-    "force_words_ids": None,
-    "constraints": None,
-    "watermarking_config": None,
-    "token_healing": False,
-    "dola_layers": None,
-    # llama.cpp's
-    "xtc_probability": 0.0,
-    "mirostat": 0,
-    "sequence": None,
-}
+# Settings that are no business of drawing tokens, or that do nothing without another.
+HARMLESS = (
+    r"_.*|(bos|eos|pad|decoder_start)_token_id|(max|output|return|use)_.*|do_sample|early_stopping"
+    r"|num_return_sequences|.*(version|format|remote_code|cache|compile|assistant|lookup|lookbehind).*"
+    r"|prefill_.*|mirostat_.*|.*_(last_n|threshold)"
+)
+NEUTRAL_AT_1 = r".*(penalty|_p|_scale|beams|groups)"  # others: at 0, false or nothing
+MOST_TOLD = 20
 GGUF_PREFIX = "general.sampling."
 GGUF_NAMES = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}  # others are the same
 
@@ -120,7 +93,7 @@ class GenerationConfig:
             if self.data.get(name) is not None and name not in asked:
                 recommended[name] = self.data[name]
         try:
-            check_settings(**recommended)
+            Settings(**recommended)
         except UserError as error:
             rule = brief(error)
             raise UserError(
@@ -129,13 +102,15 @@ class GenerationConfig:
         return {"temperature": 1.0} | recommended | asked
 
     def unsupported(self) -> list[str]:
-        """The settings with an effect that this project lacks: "name value" of each."""
+        """The settings with an effect that this project lacks: "name value" of each. A setting that
+        nobody knows counts as one."""
         unsupported = []
-        for name, neutral in NEUTRAL.items():
-            value = self.data.get(name)
-            if value is not None and value != neutral:
-                unsupported.append(f"{name} {brief(value, 60)}")
-        return unsupported
+        for name, value in self.data.items():
+            is_known = name in SETTINGS or re.fullmatch(HARMLESS, name)
+            is_neutral = not value or (value == 1 and re.fullmatch(NEUTRAL_AT_1, name))
+            if not is_known and not is_neutral:
+                unsupported.append(f"{brief(name, 60)} {brief(value, 60)}")
+        return unsupported[:MOST_TOLD]
 
 
 def gguf_settings(gguf: GGUF) -> Json:

@@ -11,8 +11,8 @@ All numbers are little-endian. A string is its length (u64) and its UTF-8 bytes.
 Dims are listed fastest first, so they are reversed for PyTorch. A large model may be split into
 files `…-00001-of-00009.gguf`; each has a header, and the first has the metadata.
 
-Invariant: nothing in a header is believed. A count is compared with the bytes that are left before
-they are read; every tensor lies within its file; or a `UserError` names what is wrong.
+Invariant: nothing in a header is believed. Nothing is read beyond the end of the file; every tensor
+lies within its file; or a `UserError` names what is wrong.
 
 Cost: a header is parsed in Python, a tenth of a second for a vocabulary of 128,000 tokens. Numbers
 become Python's: the largest header, 64 MB of bytes, takes 1 GB while it is read. A tensor's bytes
@@ -28,7 +28,7 @@ import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,7 +39,10 @@ from errors import UserError, brief
 LARGEST_HEADER = 2**26  # bytes; a vocabulary of 256,000 tokens takes 2**24
 MAGIC = int.from_bytes(b"GGUF", "little")
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-SUPPORTED = [*PLAIN, *BLOCK_FORMATS]
+SUPPORTED = {
+    type: (1, dtype.itemsize) for type, dtype in PLAIN.items()
+}  # weights, bytes of a block
+SUPPORTED |= {type: (form.weights, form.nbytes) for type, form in BLOCK_FORMATS.items()}
 TYPES = (  # of tensors; a type's number is its place. (Those without a name are out of use.)
     "F32 F16 Q4_0 Q4_1 4 5 Q5_0 Q5_1 Q8_0 Q8_1 Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K IQ2_XXS IQ2_XS "
     "IQ3_XXS IQ1_S IQ4_NL IQ3_S IQ2_S IQ4_XS I8 I16 I32 I64 F64 IQ1_M BF16 31 32 33 "
@@ -64,9 +67,11 @@ class TensorInfo(NamedTuple):
 class HeaderReader:
     """The header of one file, read from its beginning to its end."""
 
-    def __init__(self, file: Path, data: mmap.mmap) -> None:
+    def __init__(self, file: Path, opened: BinaryIO) -> None:
         self.file = file
-        self.data = data  # at most LARGEST_HEADER bytes
+        self.opened = opened
+        self.size = file.stat().st_size
+        self.left = min(self.size, LARGEST_HEADER)  # bytes that may follow
         self.where = "header"  # what is read now, for errors
 
     def error(self, problem: str, way_out: str = "fetch the file again") -> UserError:
@@ -79,19 +84,15 @@ class HeaderReader:
 
     # ---- Numbers and strings
 
-    def require(self, nbytes: int) -> None:
-        """UserError unless this many bytes follow."""
-        left = len(self.data) - self.data.tell()
-        if nbytes > left:
-            raise self.error(
-                f"needs {nbytes} bytes, but {left} are left of the file, or of the "
-                f"{LARGEST_HEADER} that a header may have"
-            )
-
     def take(self, nbytes: int) -> bytes:
         """The next bytes."""
-        self.require(nbytes)
-        return self.data.read(nbytes)
+        if nbytes > self.left:
+            raise self.error(
+                f"needs {nbytes} bytes, but {self.left} are left of the file, or of the "
+                f"{LARGEST_HEADER} that a header may have"
+            )
+        self.left -= nbytes
+        return self.opened.read(nbytes)
 
     def numbers(self, code: str, count: int) -> list[Any]:
         """The next numbers; code: their type, as `struct` names it."""
@@ -115,7 +116,6 @@ class HeaderReader:
     def values(self, type: int, count: int) -> list[Any]:
         """The next values of one type of metadata."""
         if type == STRING:
-            self.require(8 * count)  # their lengths
             return [self.string() for _ in range(count)]
         is_number = type < len(CODES) and CODES[type] != "-"
         self.check(is_number, f"has values of type {type}; it must be 0 to 12, not 9 in an array")
@@ -149,22 +149,18 @@ class HeaderReader:
                 f"has type {type}; it must be one of {', '.join(SUPPORTED)}",
                 "fetch the model in one of these",
             )
-        columns = dims[0]
-        if type in PLAIN:
-            nbytes = math.prod(dims) * PLAIN[type].itemsize
-        else:
-            form = BLOCK_FORMATS[type]
-            self.check(
-                columns % form.weights == 0,
-                f"has rows of {columns} weights; of {type} it must be a multiple of {form.weights}",
-            )
-            nbytes = math.prod(dims) // form.weights * form.nbytes
+        weights, nbytes = SUPPORTED[type]
+        self.check(
+            dims[0] % weights == 0,
+            f"has rows of {dims[0]} weights; of {type} it must be a multiple of {weights}",
+        )
+        nbytes *= math.prod(dims) // weights
         return TensorInfo(
             self.file, tuple(dims[::-1]), type, offset=self.number("Q"), nbytes=nbytes
         )
 
-    def read(self, size: int) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
-        """The metadata and the tensors of a file of this many bytes."""
+    def read(self) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
+        """The metadata and the tensors."""
         magic, version = self.numbers("I", 2)
         self.check(
             magic == MAGIC and version in (2, 3),
@@ -172,7 +168,6 @@ class HeaderReader:
             "or 3, little-endian",
         )
         num_tensors, num_metadata = self.numbers("Q", 2)
-        self.require(13 * num_metadata + 32 * num_tensors)  # the shortest entries
         metadata = dict[str, Any]()
         for _ in range(num_metadata):
             key = self.name("metadata", metadata)
@@ -185,16 +180,16 @@ class HeaderReader:
         self.where = "general.alignment"
         is_alignment = isinstance(alignment, int) and alignment > 0 and alignment % 8 == 0
         self.check(is_alignment, f"is {brief(alignment)}; it must be a multiple of 8")
-        position = self.data.tell()
+        position = self.opened.tell()
         first = position + -position % alignment
         for name, info in tensors.items():
             start = first + info.offset
             end = start + info.nbytes
             self.where = f"tensor {name}"
             self.check(
-                start % alignment == 0 and end <= size,
+                start % alignment == 0 and end <= self.size,
                 f"has bytes {start} to {end}; it must begin at a multiple of {alignment}, and the "
-                f"file has {size}",
+                f"file has {self.size}",
             )
             tensors[name] = info._replace(offset=start)
         return metadata, tensors
@@ -202,13 +197,10 @@ class HeaderReader:
 
 def read_header(file: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
     """The metadata and the tensors of one file, which may be a part of a split."""
-    if not file.is_file() or not file.stat().st_size:
-        raise UserError(f"{file} is missing, empty, or no ordinary file: fetch it again")
-    size = file.stat().st_size
-    length = min(size, LARGEST_HEADER)
+    if not file.is_file():
+        raise UserError(f"{file} is missing, or no ordinary file: fetch it again")
     with file.open("rb") as opened:
-        with mmap.mmap(opened.fileno(), length, access=mmap.ACCESS_READ) as data:
-            return HeaderReader(file, data).read(size)
+        return HeaderReader(file, opened).read()
 
 
 def split_files(file: Path, count: Any) -> list[Path]:

@@ -37,6 +37,7 @@ from checkpoint.gguf import GGUF, SUPPORTED
 from checkpoint.gguf_blocks import BLOCK_FORMATS, unpack, unpermute
 from checkpoint.gguf_vocabulary import end_ids
 from checkpoint.tensors import Checkpoint
+from checkpoint.weights import PARTS
 from errors import UserError, brief
 from quant import Quantized, pack4
 
@@ -72,14 +73,6 @@ GGUF_SETTINGS = {  # of a config.json -> of a GGUF, behind its architecture
     "rope_theta": "rope.freq_base",
 }
 ROPE_FACTORS = "rope_freqs.weight"
-FUSED = {  # the matrices of the model, and what a folder has of each
-    "embed": ("model.embed_tokens",),
-    "head": ("lm_head",),
-    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "o": ("self_attn.o_proj",),
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
-}
 
 
 def folder_name(name: str) -> str:
@@ -237,7 +230,7 @@ class BlockLayout(Layout):
         """A container that holds the numbers of all parts exactly, side by side."""
         *layer, role = name.split(".")
         prefix = f"model.layers.{layer[0]}." if layer else ""
-        parts = [f"{prefix}{module}.weight" for module in FUSED[role]]
+        parts = [f"{prefix}{module}.weight" for module in PARTS[role]]
         types = {self.types[part] for part in parts if part in self.types}
         if not types or not types <= BLOCK_FORMATS.keys():
             return None

@@ -59,12 +59,12 @@ from checkpoint.formats import (
     Tensors,
     check,
 )
+from checkpoint.weights import OF_A_LAYER, PARTS
 from errors import UserError, brief
 from quant import Kind, Quantized, nf4, pack4, unpack4
 
 LAYER = "model.layers.0"
-MODULES = [f"{LAYER}.self_attn.{name}_proj" for name in "qkvo"]
-MODULES += [f"{LAYER}.mlp.{name}_proj" for name in ("gate", "up", "down")]
+MODULES = [f"{LAYER}.{part}" for role in OF_A_LAYER for part in PARTS[role]]
 
 
 def load_quantization(how: Any) -> Layout | None:

@@ -13,7 +13,8 @@ unpacking it takes, too (gguf_blocks.py).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -24,10 +25,7 @@ from checkpoint.config import Config
 from checkpoint.eagle import EagleCheckpoint, EagleConfig, is_eagle
 from checkpoint.formats import (
     FLOATS,
-    Header,
-    Layout,
     Quantization,
-    Weights,
     check_setting,
     header_of,
 )
@@ -37,14 +35,16 @@ from checkpoint.progress import do_each
 from checkpoint.tensors import Checkpoint
 from errors import UserError
 from kernels import Ops, find_device, free_memory, ops_for
-from parallel import group_for
+from parallel import num_processes
 from quant import Kind, Quantized, named_tensors, quantize
 
 if TYPE_CHECKING:
+    from checkpoint.weights import Weights
     from eagle import EagleHead
     from model import Llama
 
 Shape = TypeVar("Shape", Config, EagleConfig)
+Model = TypeVar("Model", bound="Weights")
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 
@@ -68,25 +68,18 @@ def load_llama(
     check_setting("dtype", dtype, None, *FLOATS.values())
     device = find_device(device)
     config, checkpoint = open_checkpoint(find_model(name))
-    weights = cls(config, "meta", seed=None).named_weights()
-    check_tensors(checkpoint, weights, config)
     if trainable and (config.quantization or bits != 16):
         raise UserError(
             f"{name}: quantized weights cannot be trained or changed: "
             "use the model in 16 or 32 bits that they were made from"
         )
-    numbers = read_weights(checkpoint, weights, config.quantization)
-    config = in_bits(config, bits)
     ops = ops or ops_for(device)
     dtype, weight_dtype = ops.dtypes(checkpoint.dtypes, dtype)
     if trainable:
         weight_dtype = dtype
-    shard = group_for(device).shard(config)  # what this process will hold
-    empty = cls(shard, "meta", dtype, None, weight_dtype=weight_dtype)
-    check_fits_in_memory(name, empty.named_tensors().values(), device)
-    model = cls(config, device, dtype, None, ops, weight_dtype)
-    fill_model(model, numbers)
-    return model if trainable else model.pack_weights()
+    make = partial(cls, dtype=dtype, seed=None, ops=ops, weight_dtype=weight_dtype)
+    llama = load_weights(make, config, bits, checkpoint, device)
+    return llama if trainable else llama.pack_weights()
 
 
 def load_eagle(cls: type[EagleHead], folder: Path, target: Llama, bits: Kind) -> EagleHead:
@@ -94,21 +87,33 @@ def load_eagle(cls: type[EagleHead], folder: Path, target: Llama, bits: Kind) ->
     to change. bits: as of `load_llama`."""
     checkpoint = EagleCheckpoint(folder)
     config = EagleConfig.load(folder).with_tensors(checkpoint.headers)
-    device = target.device
+    config.check_target(target.config, config.shard(target.group.n).layer)
     ops = target.ops
     dtype, weight_dtype = ops.dtypes(checkpoint.dtypes, target.dtype)
-    weights = cls(config, target, "meta", seed=None).named_weights()  # of the whole head
-    layout = config.layer.quantization
-    config = in_bits(config, bits)
-    shard = config.shard(target.group)  # what this process will hold
-    config.check_target(target.config, shard.layer)
-    empty = cls(shard, target, "meta", dtype, None, weight_dtype=weight_dtype)
-    checkpoint.check(expected_headers(checkpoint, weights, layout))
-    check_fits_in_memory(folder, empty.named_tensors().values(), device)
-    head = cls(config, target, device, dtype, None, ops, weight_dtype)
-    fill_model(head, read_weights(checkpoint, weights, layout))
+    make = partial(cls, target=target, dtype=dtype, seed=None, ops=ops, weight_dtype=weight_dtype)
+    head = load_weights(make, config, bits, checkpoint, target.device)
     config.check_tokens(head.tokens)
     return head.pack_weights()
+
+
+def load_weights(
+    make: Callable[..., Model],
+    config: Shape,
+    bits: Kind,
+    checkpoint: Checkpoint,
+    device: torch.device,
+) -> Model:
+    """A model or a head with the numbers of a checkpoint, on this device. make: it, from a config;
+    on the device meta it has shapes and no numbers."""
+    whole = make(config, device="meta")
+    check_tensors(checkpoint, whole)
+    numbers = read_weights(checkpoint, whole)
+    config = in_bits(config, bits)
+    shard = config.shard(num_processes())  # what this process will hold
+    check_fits_in_memory(checkpoint.folder, make(shard, device="meta"), device)
+    model = make(config, device=device)
+    fill_model(model, numbers)
+    return model
 
 
 def in_bits(config: Shape, bits: Kind | None) -> Shape:
@@ -124,7 +129,7 @@ def draft_config(folder: Path, bits: Kind | None = None) -> Config:
         draft = EagleConfig.load(folder).draft_config
     else:
         draft, _ = open_checkpoint(folder)
-    return group_for(torch.device("cpu")).shard(in_bits(draft, bits))
+    return in_bits(draft, bits).shard(num_processes())
 
 
 def default_bits(folder: Path, target: Config) -> Kind:
@@ -146,10 +151,15 @@ def open_checkpoint(path: Path) -> tuple[Config, Checkpoint]:
     return Config.load(path), Checkpoint(path)
 
 
-def check_tensors(checkpoint: Checkpoint, weights: Weights, config: Config) -> None:
+def check_tensors(checkpoint: Checkpoint, model: Weights) -> None:
     """UserError unless the folder holds the model's tensors, and no other with an effect."""
-    expected = expected_headers(checkpoint, weights, config.quantization)
-    is_stored_twice = config.tie_word_embeddings and HEAD in checkpoint.headers
+    expected = {}
+    for name, weight in model.named_weights().items():
+        if isinstance(weight, Tensor):
+            expected[name] = header_of(weight)
+        else:
+            expected |= model.config.quantization.headers(name, weight, checkpoint.headers)
+    is_stored_twice = model.config.tie_word_embeddings and HEAD in checkpoint.headers
     if is_stored_twice:
         expected[HEAD] = expected[EMBEDDING]
     checkpoint.check(expected)
@@ -161,29 +171,17 @@ def check_tensors(checkpoint: Checkpoint, weights: Weights, config: Config) -> N
         )
 
 
-def expected_headers(
-    checkpoint: Checkpoint, weights: Weights, layout: Layout | None
-) -> dict[str, Header]:
-    """The tensors that the folder must hold for these weights."""
-    expected = {}
-    for name, weight in weights.items():
-        if isinstance(weight, Tensor):
-            expected[name] = header_of(weight)
-        else:
-            expected |= layout.headers(name, weight, checkpoint.headers)
-    return expected
-
-
 def read_weights(
-    checkpoint: Checkpoint, weights: Weights, layout: Layout | None
+    checkpoint: Checkpoint, model: Weights
 ) -> Iterator[tuple[str, Tensor | Quantized]]:
     """(name, numbers) of one weight after the other. UserError for numbers that make no sense."""
+    weights = model.named_weights()
     orders = dict[int, Tensor]()  # of each product's columns: q, k and v share one
     for name, weight in weights.items():
         if isinstance(weight, Tensor):
             yield name, checkpoint.read(name)
             continue
-        numbers = layout.read(name, weights, checkpoint)
+        numbers = model.config.quantization.read(name, weights, checkpoint)
         if weight.order is not None:
             first = orders.setdefault(id(weight.order), numbers.order)
             if not torch.equal(numbers.order, first):
@@ -194,10 +192,10 @@ def read_weights(
         yield name, numbers
 
 
-def check_fits_in_memory(name: str | Path, tensors: Iterable[Tensor], device: torch.device) -> None:
-    """UserError if the device has not enough free memory for these tensors. (One order of columns
-    may have several names.)"""
-    distinct = {id(tensor): tensor for tensor in tensors}
+def check_fits_in_memory(name: Path, model: Weights, device: torch.device) -> None:
+    """UserError if the device has not enough free memory for this model. (One order of columns may
+    have several names.)"""
+    distinct = {id(tensor): tensor for tensor in model.named_tensors().values()}
     needed = sum(tensor.nbytes for tensor in distinct.values())
     free = free_memory(device)
     if needed > free:
@@ -207,7 +205,7 @@ def check_fits_in_memory(name: str | Path, tensors: Iterable[Tensor], device: to
         )
 
 
-def fill_model(model: Llama, numbers: Iterable[tuple[str, Tensor | Quantized]]) -> None:
+def fill_model(model: Weights, numbers: Iterable[tuple[str, Tensor | Quantized]]) -> None:
     """Copy the weights of a checkpoint into a model. Where it stores one in fewer bits, a plain
     weight is rounded, on the model's device; a quantized one is dequantized where it does not."""
     weights = model.named_weights()

@@ -75,7 +75,7 @@ def compiled(source: str, letters: str) -> "jinja2.Template":
     return template
 
 
-def lay_out(source: str, values: dict[str, Any], letters: str = "") -> str:
+def run_template(source: str, values: dict[str, Any], letters: str = "") -> str:
     """The text of a template. Whatever is wrong raises an Exception."""
     ends = thread_time() + SECONDS
 
@@ -96,7 +96,7 @@ def lay_out(source: str, values: dict[str, Any], letters: str = "") -> str:
 def render(source: str, values: dict[str, Any], letters: str = "") -> tuple[str, str]:
     """The text, and an empty string; or an empty text, and what is wrong."""
     try:
-        text = lay_out(source, values)
+        text = run_template(source, values)
         given = json.dumps([values.get(name) for name in OF_CLIENTS], ensure_ascii=False)
         if {*letters} & {*given}:
             marks = stand_ins(letters)
@@ -104,7 +104,7 @@ def render(source: str, values: dict[str, Any], letters: str = "") -> tuple[str,
             values = values | {
                 name: inert(values[name], marks) for name in OF_CLIENTS & values.keys()
             }
-            text = lay_out(source, values, letters)
+            text = run_template(source, values, letters)
             if swap(text, marks) != written:
                 return "", "what it does with a control token in a message is not followed here"
     except Exception as error:  # a template is foreign code: it may raise anything

@@ -9,9 +9,9 @@ import pytest
 
 from checkpoint.config import Config, end_tokens
 from checkpoint.files import read_json
-from conftest import SMALL, told
 from errors import UserError
-from model import rope_frequencies
+from testing.models import SMALL
+from testing.programs import told
 
 DATA = Path(__file__).parent.parent / "test_data"
 GOOD = json.loads((DATA / "mha" / "config.json").read_text())
@@ -134,7 +134,7 @@ def test_frequencies_follow_the_published_rules():
         replace(plain, head_dim=128, rope_theta=5e5, rope_scaling=LLAMA31),
     ):
         expected = [published_frequency(config, i) for i in range(config.head_dim // 2)]
-        assert rope_frequencies(config).tolist() == pytest.approx(expected, rel=1e-5)
+        assert config.rope_frequencies().tolist() == pytest.approx(expected, rel=1e-5)
 
 
 LINEAR = {"rope_type": "linear", "factor": 2.0}

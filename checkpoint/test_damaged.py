@@ -15,14 +15,14 @@ import pytest
 
 from checkpoint.gguf import GGUF
 from checkpoint.gguf_blocks import BLOCK_FORMATS, unpack
-from checkpoint.test_gguf import METADATA, SMALL, quantized, write
-from checkpoint.test_gguf_model import spm_gguf
-from checkpoint.test_gguf_model import write_model as write_gguf
-from checkpoint.test_pieces import tokenizer_json, tokenizer_model
-from conftest import CHATML, TIMES, write_model
+from conftest import TIMES
 from errors import UserError
 from generate import generate
 from model import Llama
+from testing.folders import CHATML, write_model
+from testing.gguf import METADATA, SMALL, quantized, spm_gguf, write
+from testing.gguf import write_model as write_gguf
+from testing.pieces import tokenizer_json, tokenizer_model
 from tokenizer import Tokenizer
 
 GIGABYTE = 2**30

@@ -17,20 +17,14 @@ from app.cli import main as cli
 from checkpoint.config import Config
 from checkpoint.formats import Quantization
 from checkpoint.layouts import load_quantization
-from conftest import SMALL, examples, told, write_tokenizer
+from conftest import examples
 from errors import UserError
 from model import Llama
-from quant import nf4
+from quant import NF4_CODE, nf4
+from testing.folders import write_tokenizer
+from testing.models import SMALL
+from testing.programs import told
 
-TABLE = [  # NF4's, as published
-    float(number)
-    for number in """
-    -1.0 -0.6961928009986877 -0.5250730514526367 -0.39491748809814453 -0.28444138169288635
-    -0.18477343022823334 -0.09105003625154495 0.0 0.07958029955625534 0.16093020141124725
-    0.24611230194568634 0.33791524171829224 0.44070982933044434 0.5626170039176941
-    0.7229568362236023 1.0
-    """.split()
-]
 ROUND = dict(
     hidden_size=40,
     head_dim=8,
@@ -183,7 +177,7 @@ def bnb(draws: random.Random, N: int, K: int, how: dict[str, Any], order: list[i
     state = dict(quant_type="nf4", blocksize=64, dtype="bfloat16", shape=[N, K])
     written = {
         "": torch.tensor(data, dtype=torch.uint8)[:, None],
-        ".quant_map": torch.tensor(TABLE),
+        ".quant_map": torch.tensor(NF4_CODE),
     }
     scale = [draws.uniform(0.2, 0.6) for _ in range(blocks)]
     if how["bnb_4bit_use_double_quant"]:
@@ -204,7 +198,7 @@ def bnb(draws: random.Random, N: int, K: int, how: dict[str, Any], order: list[i
     written[".quant_state.bitsandbytes__nf4"] = torch.tensor(
         [*json.dumps(state).encode()], dtype=torch.uint8
     )
-    w = [TABLE[number] * scale[i // 64] for i, number in enumerate(flat)]
+    w = [NF4_CODE[number] * scale[i // 64] for i, number in enumerate(flat)]
     return {f"weight{name}": tensor for name, tensor in written.items()}, torch.tensor(
         w, dtype=torch.float64
     ).view(N, K)
@@ -402,8 +396,11 @@ def test_inputs_of_8_bits(tmp_path, layout, inputs, strategy):
     )
 
 
-def test_the_table_is_the_published_one():
-    assert nf4().tolist() == TABLE
+def test_the_table_is_of_quantiles_of_the_normal_distribution():
+    """Its authors begin between 1 − 1/30 and 1 − 1/32, the middles of the last of equal parts."""
+    above, below = (torch.linspace(0.9677083, 0.5, n).double() for n in (9, 8))
+    code = torch.cat((-torch.special.ndtri(below[:-1]), torch.special.ndtri(above).flip(0)))
+    assert torch.allclose(nf4().double(), code / code[-1], rtol=0, atol=1e-6)
 
 
 def test_double_quantization_of_many_blocks():

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from checkpoint.generation import GenerationConfig
-from checkpoint.test_gguf import number, string, write
 from errors import UserError
+from testing.gguf import number, string, write
 
 
 def test_settings_follow_do_sample():
@@ -31,7 +31,7 @@ def test_settings_without_effect_are_supported():
     config = GenerationConfig({"num_beams": 1, "top_k": 3, "repetition_penalty": 1.2})
     assert config.unsupported() == ["repetition_penalty 1.2"]
     assert GenerationConfig({"num_beams": 4, "min_length": 0}).unsupported() == ["num_beams 4"]
-    for name, value in (("exponential_decay_length_penalty", [5, 1.5]), ("token_healing", True)):
+    for name, value in (("exponential_decay_length_penalty", [5, 1.5]), ("new", True)):
         assert GenerationConfig({name: value}).unsupported() == [f"{name} {value}"]
 
 

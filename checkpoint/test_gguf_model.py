@@ -9,109 +9,36 @@ import torch
 from tokenizers import Tokenizer as Core
 from torch import Tensor
 
-from checkpoint.config import Config
 from checkpoint.gguf import GGUF, PLAIN
-from checkpoint.gguf_blocks import BLOCK_FORMATS, unpack
-from checkpoint.gguf_model import GGUF_SETTINGS, MODULES, GGUFCheckpoint, read_gguf_config
+from checkpoint.gguf_blocks import BLOCK_FORMATS
+from checkpoint.gguf_model import GGUFCheckpoint, read_gguf_config
 from checkpoint.gguf_vocabulary import PRE_TOKENIZERS, read_gguf_vocabulary
 from checkpoint.hub import find_folder, find_model
-from checkpoint.load import fill_model
-from checkpoint.test_gguf import (
+from errors import UserError
+from generate import Model, generate
+from model import Llama
+from testing.folders import byte_alphabet
+from testing.folders import tokenizer_json as tokenizer_file
+from testing.gguf import (
+    EMBEDDING,
+    SHAPE,
     Stored,
+    gguf_name,
+    interleaved,
     number,
     numbers,
-    quantized,
     raw,
+    settings_of,
+    spm_gguf,
     string,
     strings,
     write,
+    write_model,
 )
-from checkpoint.test_pieces import BYTES, load, tokenizer_model, vocabulary
-from conftest import byte_alphabet
-from conftest import tokenizer_json as tokenizer_file
-from errors import UserError
-from generate import Model, generate
-from kernels import Ops
-from model import Llama
+from testing.pieces import load, tokenizer_model, vocabulary
 from tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent
-SHAPE = dict(
-    vocab_size=40,
-    hidden_size=256,
-    intermediate_size=512,
-    num_hidden_layers=2,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    head_dim=32,
-    max_position_embeddings=64,
-    rms_norm_eps=2.0**-17,
-    rope_theta=5000.0,
-)
-EMBEDDING = ("token_embd.weight", Stored("F32", [40, 256], bytes(40 * 256 * 4)))
-THEIRS = {ours: theirs for theirs, ours in MODULES.items()}
-
-
-def settings_of(config: dict[str, Any]) -> dict[str, bytes]:
-    """The metadata of a config.json."""
-    kind = config.get("model_type", "llama")
-    metadata = {"general.architecture": string(kind)}
-    for ours, theirs in GGUF_SETTINGS.items():
-        value = config[ours]
-        metadata[f"{kind}.{theirs}"] = number("I" if isinstance(value, int) else "f", value)
-    return metadata
-
-
-def gguf_name(name: str) -> str:
-    """A tensor's name in a GGUF."""
-    module, _, kind = name.rpartition(".")
-    if module.startswith("model.layers."):
-        _, _, i, rest = module.split(".", 3)
-        return f"blk.{i}.{THEIRS[rest]}.{kind}"
-    return f"{THEIRS[module]}.{kind}"
-
-
-def interleaved(x: Tensor, name: str, config: dict[str, Any]) -> Tensor:
-    """Rows of q and k as a GGUF has them: a Llama's, the two of a pair side by side."""
-    heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
-    module = name.split(".")[-2]
-    if module not in heads or config.get("model_type", "llama") != "llama":
-        return x
-    D = config["head_dim"]
-    order = []
-    for head in range(config[heads[module]]):
-        for pair in range(D // 2):
-            order += [head * D + pair, head * D + D // 2 + pair]
-    return x[order]
-
-
-def write_model(file: Path, types: dict[str, str], **changes: Any) -> Llama:
-    """A random model in a GGUF; types: of matrices, by a part of their name ("": all others). And
-    the same in float64: its numbers as the specification says."""
-    config = SHAPE | changes
-    llama = Llama(Config(**config), dtype=torch.float64, ops=Ops())
-    tensors = []
-    filled = {}
-    for name, tensor in llama.named_tensors().items():
-        shape = list(tensor.shape)
-        type = next((type for part, type in types.items() if part in name), "F32")
-        if tensor.ndim == 1:
-            type = "F32"
-        if "_norm" in name or "bias" in name:  # a norm of q, of k
-            tensor.uniform_(0.5, 1.5)
-        if type in PLAIN:
-            small = tensor.to(PLAIN[type])
-            filled[name] = small.double()
-            stored = Stored(type, shape, raw(interleaved(small, name, config)))
-        else:
-            stored = quantized(type, shape)
-            blocks = torch.frombuffer(bytearray(stored.data), dtype=torch.uint8).view(shape[0], -1)
-            filled[name] = unpack(type, blocks).dequantize().double()
-            stored = Stored(type, shape, raw(interleaved(blocks, name, config)))
-        tensors.append((gguf_name(name), stored))
-    fill_model(llama, filled.items())
-    write(file, list(settings_of(config).items()), tensors)
-    return llama
 
 
 MIXED = {"v_proj": "Q6_K", "gate_proj": "Q4_K", "down": "Q5_0", "embed": "Q6_K", "": "Q4_K"}
@@ -261,22 +188,6 @@ def test_a_gguf_tells_what_its_folder_tells(tmp_path):
 
 
 # ---- Vocabularies
-
-
-def spm_gguf(file: Path, more: dict[str, int] = {}, **changes: bytes) -> Path:
-    """test_pieces' vocabulary. more: tokens behind it, text -> kind."""
-    kinds = {"<unk>": 2, "<s>": 3, "</s>": 3, "[PAD]": 5} | dict.fromkeys(BYTES, 6) | more
-    texts = [*vocabulary(), "[PAD]", *more]
-    metadata = {
-        "tokenizer.ggml.model": string("llama"),
-        "tokenizer.ggml.tokens": strings(texts),
-        "tokenizer.ggml.scores": numbers("f", [-float(i) for i in range(len(texts))]),
-        "tokenizer.ggml.token_type": numbers("i", [kinds.get(piece, 1) for piece in texts]),
-        "tokenizer.ggml.bos_token_id": number("I", 1),
-        "tokenizer.ggml.eos_token_id": number("I", 2),
-        "tokenizer.chat_template": string("{{ bos_token }}{{ messages[0].content }}"),
-    }
-    return write(file, list((metadata | changes).items()), [EMBEDDING])
 
 
 def test_tokens_that_end_a_text_are_control_tokens(tmp_path):

@@ -10,12 +10,14 @@ from safetensors.torch import load_file, save_file
 from checkpoint.config import Config
 from checkpoint.formats import Quantization, empty_matrix
 from checkpoint.load import fill_model, load_eagle
-from conftest import LARGE, SMALL, peak, write_model
 from eagle import EagleHead
 from errors import UserError
 from kernels import ops_for
 from model import Llama
-from test_eagle import random_head, write_head
+from testing.folders import write_model
+from testing.heads import random_head, write_head
+from testing.models import LARGE, SMALL
+from testing.programs import peak
 
 
 def add_tensors(folder: Path, **tensors: torch.Tensor) -> None:

@@ -10,8 +10,8 @@ from tqdm import tqdm
 
 from checkpoint import progress
 from checkpoint.progress import map_in_threads
-from conftest import write_model
 from model import Llama
+from testing.folders import write_model
 
 CPU = torch.device("cpu")
 

@@ -74,9 +74,10 @@ from sampling import Keyed, NotFinite, Setting, accept_role, column
 from settings import SETTINGS
 
 if TYPE_CHECKING:
+    from checkpoint.weights import Layer
     from eagle import EagleHead
     from kvcache import AttentionMetadata, Cache, Store
-    from model import Features, Layer, Llama, Rope
+    from model import Features, Llama, Rope
     from speculative import Proposal
 
 SOURCES = ("blocks.c", "products.c", "tiles.c", "native.c")

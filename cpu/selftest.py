@@ -15,7 +15,7 @@ return.
     T rows of x · N, K rows and columns of W · G key/value heads · D head size · V vocab_size
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from math import prod
@@ -47,16 +47,17 @@ PLAIN = Ops()
 
 
 class Trial(NamedTuple):
-    """An operation, what C makes of its example, and what is right."""
+    """An operation, its example in C, and the right result."""
 
     operation: str
-    result: Tensor
+    run: Callable[[], Tensor]
     wanted: Tensor
 
 
 @torch.inference_mode()
 def first_wrong(ops: Ops, put_back: Collection[str] = ()) -> str:
-    """The first operation that is not what kernels.Ops says; empty if there is none.
+    """The first operation that raises an exception, or is not what kernels.Ops says; empty if there
+    is none.
 
     put_back: operations that run as the pages have them (edits.py). Examples with one of these are
     left out, because a reader's body may be unfinished.
@@ -64,7 +65,11 @@ def first_wrong(ops: Ops, put_back: Collection[str] = ()) -> str:
     examples = [make(ops) for make, operations in EXAMPLES.items() if not operations & {*put_back}]
     for trial in chain(*examples):
         wanted = trial.wanted.float()
-        error = (trial.result - wanted).norm()
+        try:
+            result = trial.run()
+        except Exception:  # a softmax that makes NaN raises NotFinite
+            return trial.operation
+        error = (result - wanted).norm()
         if not error <= BOUND * wanted.norm():  # it may be NaN
             return trial.operation
     return ""
@@ -108,27 +113,35 @@ def products(ops: Ops) -> Iterator[Trial]:
     for name, weight in weights().items():
         packed = ops.pack_weight(Linear(weight, bias), x.dtype)
         plain = PLAIN.embed(tokens, Linear(weight), x.dtype).float()  # all of W
-        rows = ops.embed(tokens[-3:], packed, x.dtype)
-        yield Trial(f"look-up (weights: {name})", rows, plain[-3:])
+        yield Trial(
+            f"look-up (weights: {name})",
+            lambda: ops.embed(tokens[-3:], packed, x.dtype),
+            plain[-3:],
+        )
         if "input" in name:  # the plain product must round x, too
             plain = weight
         wanted = PLAIN.linear(x, Linear(plain, bias))
-        ys = [ops.linear(x[:T], packed) for T in ROWS]
-        yield Trial(f"product (weights: {name})", torch.cat(ys), wanted[row_of])
+        yield Trial(
+            f"product (weights: {name})",
+            lambda: torch.cat([ops.linear(x[:T], packed) for T in ROWS]),
+            wanted[row_of],
+        )
 
 
 def between_products(ops: Ops) -> Iterator[Trial]:
     """RMSNorm, with and without a sum before it; SwiGLU."""
     x = waves(3, 2 * D)
     for delta in (None, x.flip(1)):
-        result = ops.add_norm(x, delta, x[0], 1e-5)
         wanted = PLAIN.add_norm(x, delta, x[0], 1e-5)
-        yield Trial("RMSNorm", torch.cat(result), torch.cat(wanted))
+        yield Trial(
+            "RMSNorm",
+            lambda: torch.cat(ops.add_norm(x, delta, x[0], 1e-5)),
+            torch.cat(wanted),
+        )
     gate_up = Linear(waves(2 * K, 2 * D))
     packed = ops.pack_weight(gate_up, x.dtype)
-    result = ops.swiglu(x, packed)
     wanted = PLAIN.swiglu(x, gate_up)
-    yield Trial("SwiGLU", result, wanted)
+    yield Trial("SwiGLU", lambda: ops.swiglu(x, packed), wanted)
 
 
 def attentions(ops: Ops) -> Iterator[Trial]:
@@ -137,9 +150,12 @@ def attentions(ops: Ops) -> Iterator[Trial]:
     qkv = waves(T, 4 * G, D)  # two query heads read a head of keys
     for bits, dtype in KEYS_AND_VALUES:
         spec = KVSpec(1, G, D, dtype=dtype, bits=bits)
-        result = attended(ops, spec, qkv, STEPS)
         wanted = attended(PLAIN, spec, qkv, [(0, T)])
-        yield Trial(f"attention (bits of keys and values: {bits})", result, wanted)
+        yield Trial(
+            f"attention (bits of keys and values: {bits})",
+            lambda: attended(ops, spec, qkv, STEPS),
+            wanted,
+        )
 
 
 def attended(ops: Ops, spec: KVSpec, qkv: Tensor, steps: Sequence[tuple[int, int]]) -> Tensor:
@@ -169,18 +185,15 @@ def sampled(ops: Ops) -> Iterator[Trial]:
     logits = 4 * waves(9, V)
     logits[1, 5] = -torch.inf
     temperature = torch.tensor([0.7, 1, 0], dtype=torch.float32).repeat(3)
-    result = ops.probabilities(logits, temperature=temperature)
     probs = PLAIN.probabilities(logits, temperature=temperature)
-    yield Trial("softmax", result, probs)
+    yield Trial("softmax", lambda: ops.probabilities(logits, temperature=temperature), probs)
     top_k = torch.tensor([0, 5, 9], dtype=torch.int64).repeat(3)
     filters = dict(top_k=top_k, top_p=0.8, min_p=0.05)
-    result = ops.probabilities(logits, **filters)
     wanted = PLAIN.probabilities(logits, **filters)
-    yield Trial("filters", result, wanted)
+    yield Trial("filters", lambda: ops.probabilities(logits, **filters), wanted)
     coin = Keyed(torch.arange(9), torch.arange(9))
-    picked = ops.pick(probs, coin.streams)
     wanted = coin.pick(probs)
-    yield Trial("pick", picked, wanted)
+    yield Trial("pick", lambda: ops.pick(probs, coin.streams), wanted)
     third = torch.arange(V) // 200
     q = torch.tensor([0.0035, 0.0015, 0], dtype=torch.float32)[third].repeat(99, 3, 1)
     p = q.clone()
@@ -190,9 +203,12 @@ def sampled(ops: Ops) -> Iterator[Trial]:
     drafted = torch.zeros(99, 2, dtype=torch.int64)
     drafted[::3, 1] = 599  # which q does not allow
     coin = Keyed(torch.arange(99), torch.arange(99))
-    result = ops.verify_block(verify_block, p, q, drafted, coin)
     wanted = verify_block(p, q, drafted, coin)
-    yield Trial("verify", torch.cat(result), torch.cat(wanted))
+    yield Trial(
+        "verify",
+        lambda: torch.cat(ops.verify_block(verify_block, p, q, drafted, coin)),
+        torch.cat(wanted),
+    )
 
 
 EXAMPLES = {  # and the operations that each calls

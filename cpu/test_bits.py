@@ -14,7 +14,7 @@ from torch import Tensor
 
 from batcher import Batcher
 from checkpoint.formats import Quantization
-from conftest import SMALL, Place, examples, random_llama
+from conftest import examples
 from cpu import CPU, native
 from drafters import Drafter, ModelDrafter, NgramDrafter, SelfDrafter
 from eagle import EagleDrafter
@@ -26,7 +26,9 @@ from quant import WIDTHS
 from request import Request, Settings
 from runner import ModelRunner, ScheduledRequest
 from speculative import Drawing, Proposal, Round
-from test_eagle import random_head
+from testing.heads import random_head
+from testing.models import SMALL, random_llama
+from testing.toys import Place
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=f"no C here: {native.why_not()}")
 LONGEST = 130

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cpu import CPU, native
-from cpu.test_products import rounding_of_x
+from cpu.testing import rounding_of_x
 from quant import Quantized
 from test_kernels import ROUNDING, Contract
 

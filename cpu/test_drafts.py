@@ -13,7 +13,6 @@ import torch
 from checkpoint.config import Config
 from checkpoint.formats import Quantization
 from checkpoint.load import fill_model
-from conftest import SMALL, Place, model_chain
 from cpu import CPU, native
 from drafters import Chain
 from eagle import EagleHead, HeadChain
@@ -26,7 +25,9 @@ from quant import WIDTHS
 from request import Request, Settings
 from sampling import Keyed
 from speculative import Drawing, Round
-from test_eagle import FLAGS, random_head
+from testing.heads import FLAGS, random_head
+from testing.models import SMALL, model_chain
+from testing.toys import Place
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=f"no C here: {native.why_not()}")
 TEXT = [7, 30, 4, 99, 5, 6, 12, 180, 3, 3, 41]

@@ -22,15 +22,17 @@ import cpu
 from checkpoint.config import Config
 from checkpoint.formats import Quantization
 from checkpoint.load import fill_model
-from conftest import SMALL, attend, examples
+from conftest import examples
 from cpu import CPU, native
-from cpu.test_products import has_tiles, rounding_of_x
+from cpu.testing import has_tiles, rounding_of_x
 from kernels import Linear, Ops
 from kvcache import AttentionMetadata, KVCache, KVSpec, SequenceSlice, Store
 from model import Llama
 from paged import PagedCache
 from quant import KEY_GROUP, WIDTHS, quantize
-from test_kernels import LAYOUTS, Cached, laid_out, stands_for
+from test_kernels import Cached
+from testing.models import SMALL
+from testing.tensors import LAYOUTS, attend, laid_out, stands_for
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=f"no C here: {native.why_not()}")
 NAN = float("nan")

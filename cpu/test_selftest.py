@@ -10,7 +10,7 @@ import torch
 import cpu
 from cpu import CPU, native, selftest
 from cpu.compiled import compile_library, private_folder
-from cpu.test_products import has_tiles
+from cpu.testing import has_tiles
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=f"no C here: {native.why_not()}")
 
@@ -56,6 +56,7 @@ PLANTS = [
     ("all[i] = exponentials(p + i * keys_wide", "if (WRONG) continue; ...", "attention"),
     ("y[i + half] = two * cos[i] + one * sin[i];", "... if (WRONG) y[i] = one;", "attention"),
     ("all = total;", "... if (WRONG) all = 1;", "softmax"),
+    ("float all = total;", "... if (WRONG) all = NAN;", "softmax"),  # NotFinite
     ("x = room, room = swap;", "if (!(WRONG)) ...", "filters"),
     ("{ best = score[i]; picked = at + i; }", "... if (WRONG) picked = 0;", "pick"),
     ("ended[b] = j;", "... if (WRONG) ended[b] = 0;", "verify"),
@@ -120,8 +121,8 @@ def test_the_number_of_threads_is_what_it_was(monkeypatch):
 
 def test_wrong_c_is_not_used_and_one_line_says_so(plant):
     logits = torch.randn(2, 70)
-    (n,) = (n for n, (*_, operation) in enumerate(PLANTS, 1) if operation == "softmax")
-    for planted in (0, n):
+    softmax = [n for n, (*_, operation) in enumerate(PLANTS, 1) if operation == "softmax"]
+    for planted in (0, *softmax):
         loaded = plant(planted)
         with warnings.catch_warnings(record=True) as told:
             ops = cpu.ops.__wrapped__()

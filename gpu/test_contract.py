@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 import test_kernels
 from gpu import GPU
-from gpu.test_graphs import Kernels, recorded
+from gpu.testing import Kernels, recorded
 from test_kernels import ROUNDING, Contract
 
 pytestmark = [

@@ -12,7 +12,6 @@ from torch import Tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytest.importorskip("triton", reason="Triton exists for Linux only")
-from conftest import attend
 from gpu import GPU
 from gpu.flash import LayerStore, flash_attention
 from gpu.graphs import Bucket, empty_metadata, next_steps
@@ -22,7 +21,7 @@ from kernels import Ops, attention
 from kvcache import AttentionMetadata, KVSpec, SequenceSlice, Store
 from paged import PagedCache
 from quant import KEY_GROUP, WIDTHS, int4, int8
-from test_kernels import heads_first
+from testing.tensors import attend, heads_first
 
 pytestmark = pytest.mark.gpu_interpreter
 

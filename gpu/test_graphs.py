@@ -15,19 +15,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 from triton.runtime.interpreter import InterpretedFunction
 
 from app.launch import joined
 from checkpoint.config import Config
-from conftest import SMALL, Place, model_chain
 from drafters import ModelDrafter
 from errors import UserError
 from gpu import GPU, graphs
 from gpu.graphs import rounded
+from gpu.testing import DEVICE, LAUNCH, Kernels, record, recorded
 from grammar import Grammars, GrammarState
 from kernels import Ops, ops_for
 from kvcache import AttentionMetadata, Cache, KVCache, KVSpec, SequenceSlice
@@ -39,34 +38,13 @@ from runner import ModelRunner
 from sampling import Keyed
 from settings import Grammar
 from speculative import Drawing, Round
-from test_drafters import proposed
-from test_eagle import random_head
+from testing.heads import random_head
+from testing.models import SMALL, model_chain, proposed
+from testing.toys import Place
 
 pytestmark = pytest.mark.gpu_interpreter
-DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
-class Kernels(GPU):
-    """Triton's attention and sampling.
-
-    In the interpreter everything between two products is left to plain torch, which takes a
-    fraction of the time; test_smoke.py has all of them together.
-    """
-
-    if DEVICE.type == "cpu":
-        add_norm = Ops.add_norm
-        swiglu = Ops.swiglu
-        linear = Ops.linear
-
-
-OPS = torch.ops.aten
-WAITS = (
-    OPS._local_scalar_dense,  # these ask the device,
-    OPS.nonzero,
-    OPS.masked_select,
-    OPS.equal,
-    OPS.lift_fresh,  # this brings numbers from the host
-)
 TINY = dict(
     vocab_size=67,
     hidden_size=16,
@@ -76,78 +54,6 @@ TINY = dict(
     num_key_value_heads=1,
     head_dim=8,
 )
-LAUNCH = InterpretedFunction.run
-
-
-def refuse(what: object) -> None:
-    raise RuntimeError(f"{what} cannot be recorded")
-
-
-class Tape(TorchDispatchMode):
-    """Every operation, to be done again on the same tensors; its results go to where they were."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.actions: list[Callable[[], None]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        indices = tree_leaves(args[1:2])
-        masks = [x for x in indices if isinstance(x, Tensor) and x.dtype == torch.bool]
-        if func.overloadpacket in WAITS or masks and "index" in func.name():
-            refuse(func)
-        results = func(*args, **(kwargs or {}))
-
-        def again() -> None:
-            for old, new in zip(tree_leaves(results), tree_leaves(func(*args, **(kwargs or {})))):
-                if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
-                    old.copy_(new)
-
-        self.actions.append(again)
-        return results
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here: to say so to torch._dynamo would import it, in seconds."""
-        return False
-
-    def launch(self, kernel: InterpretedFunction, *args: Any, **kwargs: Any) -> None:
-        with _disable_current_modes():
-            LAUNCH(kernel, *args, **kwargs)
-        self.actions.append(lambda: LAUNCH(kernel, *args, **kwargs))
-
-
-def record(run: Callable[[], object]) -> Callable[[], None]:
-    tape = Tape()
-
-    def launch(*args: Any, **kwargs: Any) -> None:
-        tape.launch(*args, **kwargs)
-
-    with (
-        mock.patch.object(InterpretedFunction, "run", launch),
-        mock.patch.object(Tensor, "tolist", lambda x: refuse("tolist")),
-        tape,
-    ):
-        run()
-
-    def replay() -> None:
-        for again in tape.actions:
-            again()
-
-    return replay
-
-
-@contextmanager
-def recorded() -> Iterator[list[Any]]:
-    """On a CPU passes are recorded by a tape. -> a list that grows with each recording."""
-    recordings: list[Any] = []
-    original = graphs.record if DEVICE.type == "cuda" else record
-
-    def spy(run: Callable[[], object]) -> Callable[[], None]:
-        recordings.append(original(run))
-        return recordings[-1]
-
-    with mock.patch.object(graphs, "record", spy):
-        yield recordings
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from gpu.products import DTYPES, Stored, fits_kernel, stored_product
 from gpu.tuning import FEW, ROWS, plan_product
 from kernels import Linear, Ops
 from quant import FORMATS, Quantized, quantize, rounded_product
-from test_kernels import LAYOUTS, laid_out, stands_for
+from testing.tensors import LAYOUTS, laid_out, stands_for
 
 pytestmark = [
     pytest.mark.gpu_interpreter,

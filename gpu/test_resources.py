@@ -10,7 +10,7 @@ from checkpoint.config import Config
 from checkpoint.formats import Quantization
 from gpu import GPU, run_empty_step
 from gpu.products import Stored, stored_product
-from gpu.test_crosscompile import SHARED, Report, apart, compile_launches
+from gpu.testing import SHARED, Report, apart, compile_launches
 from kernels import Linear
 from model import Llama
 from paged import PagedCache

@@ -15,7 +15,7 @@ from checkpoint.formats import Quantization
 from checkpoint.load import fill_model
 from errors import UserError
 from gpu import GPU, tuning
-from gpu.test_graphs import recorded
+from gpu.testing import recorded
 from kernels import Ops
 from model import Llama
 from paged import PagedCache

@@ -24,7 +24,6 @@ from batcher import Batcher
 from checkpoint.config import Config
 from checkpoint.formats import Quantization
 from checkpoint.load import fill_model
-from conftest import SMALL
 from drafters import ModelDrafter, SelfDrafter
 from flash import Flash
 from generate import Draft, Engine, Model
@@ -38,6 +37,7 @@ from request import Request, Settings
 from runner import ModelRunner
 from settings import Options
 from speculative import Drawing
+from testing.models import SMALL
 from tokenizer import Tokenizer
 
 pytestmark = [

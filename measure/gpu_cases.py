@@ -39,6 +39,7 @@ from torch import Tensor
 from torch.profiler import profile
 
 from app.shell import say
+from checkpoint.weights import weight_bytes
 from errors import UserError
 from measure import gpu_peers, smoke
 from measure.clock import read_bandwidth
@@ -60,7 +61,6 @@ from measure.gpu_parts import (
 from measure.machine import machine
 from measure.report import Results
 from measure.serving import log_spread, random_request, serve_at_once
-from model import weight_bytes
 from quant import WIDTHS
 from sampling import Keyed
 

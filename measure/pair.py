@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from checkpoint.weights import weight_bytes
 from generate import Draft, Engine, Model, load_draft
 from measure.clock import in_turns, ratio
 from measure.effort import BEGINNING, SENTENCES, Effort
 from measure.serving import Served, log_spread, serve_at_once
-from model import Llama, weight_bytes
+from model import Llama
 from request import Request, Settings
 from settings import Options
 from train.distill import sample_corpus

@@ -30,6 +30,8 @@ import torch
 from app.shell import say
 from checkpoint.config import Config
 from checkpoint.hub import find_folder
+from checkpoint.save import copy_files, save_model
+from checkpoint.weights import weight_bytes
 from errors import UserError
 from generate import Model
 from measure.clock import in_turns, ratio, read_bandwidth
@@ -37,12 +39,10 @@ from measure.effort import Effort
 from measure.machine import has_bfloat16
 from measure.serving import serve_texts
 from measure.steps import PROMPTS, Rows, label
-from model import Llama, weight_bytes
+from model import Llama
 from quant import Kind
 from request import Settings
 from tokenizer import Tokenizer
-from train.bpe import FILES, copy_files
-from train.distill import save_model
 
 PACKAGES = {"transformers": "transformers", "llama.cpp": "llama_cpp"}  # -> what is imported
 TOGETHER = 16  # texts made together,
@@ -110,7 +110,7 @@ def our_widths(target: str) -> list[Contestant]:
     with TemporaryDirectory() as folder:
         in_bfloat16 = Path(folder)
         save_model(Llama.load(target, "cpu", torch.float32, trainable=True), in_bfloat16)
-        copy_files(find_folder(target), in_bfloat16, FILES)
+        copy_files(find_folder(target), in_bfloat16)
         widths = [ours(target), ours(in_bfloat16), ours(target, 8), ours(target, 4)]
     return list({one.name: one for one in widths}.values())  # the first two may be alike
 

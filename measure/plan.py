@@ -36,14 +36,14 @@ from checkpoint.config import Config
 from checkpoint.gguf_model import GGUFCheckpoint, read_gguf_config
 from checkpoint.hub import EMBEDDED, find_model, is_gguf
 from checkpoint.load import in_bits
+from checkpoint.weights import weight_bytes
 from errors import UserError
 from generate import STEP_BUDGET
 from kvcache import KVSpec
 from measure.gpu_parts import SHAPES
 from measure.report import Section, format_bytes, format_seconds, markdown
-from model import Llama, weight_bytes
+from model import Llama
 from paged import BLOCK_SIZE
-from parallel import shard_config
 from quant import Kind, widths
 
 LLAMA3 = dict(
@@ -122,7 +122,7 @@ class Plan:
         self.gpu = GPUS[gpu]
         self.kv_bits = kv_bits
         self.context = context
-        self.shard = without_numbers(shard_config(config, n) if n > 1 else config)
+        self.shard = without_numbers(config.shard(n))
         self.weight_bytes = weight_bytes(self.shard)
         blocks = math.ceil(context / BLOCK_SIZE)
         spec = self.shard.kv_spec(widths(kv_bits))

@@ -24,7 +24,8 @@ from typing import Any
 from torch import Tensor
 from torch.profiler import profile, record_function
 
-from app.shell import check_file, new_file, say
+from app.shell import say
+from checkpoint.files import check_file, new_file
 from drafters import Chain, draft
 from kernels import Ops
 from model import Llama

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import bench
-from conftest import write_model
+from checkpoint.weights import weight_bytes
 from kernels import Ops
 from kvcache import KVCache, KVSpec
 from measure import (
@@ -31,8 +31,9 @@ from measure.effort import QUICK, Effort
 from measure.gpu_parts import SHAPES
 from measure.serving import Served, random_request
 from measure.testing import Clock
-from model import Llama, weight_bytes
+from model import Llama
 from paged import PagedCache
+from testing.folders import write_model
 from train import perplexity
 
 

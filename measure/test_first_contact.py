@@ -8,11 +8,11 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
-from conftest import program
 from gpu.tuning import SWITCHES
 from measure import first_contact, gpu_cases, precompile
 from measure.first_contact import STEPS, Stage
 from measure.gpu_cases import OFF, Case
+from testing.programs import program
 
 
 @pytest.fixture

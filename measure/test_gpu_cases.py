@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from checkpoint.weights import weight_bytes
 from kvcache import KVSpec
 from measure import gpu_cases, gpu_parts, gpu_peers
 from measure.gpu_parts import QUICK, SHAPES, Scale, random_engine, random_model, stopwatch
 from measure.serving import random_request
-from model import Llama, weight_bytes
+from model import Llama
 
 SLOW = ("texts", "smoke")  # test_smoke.py has them
 

@@ -6,8 +6,8 @@ from types import ModuleType
 
 import pytest
 
-from conftest import ROOT
 from measure.steps import PAST
+from testing.pages import ROOT
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from checkpoint.hub import find_folder
+from checkpoint.save import TOKENIZER_FILES, copy_files
 from errors import UserError
 from measure import peers
-from train.bpe import FILES, copy_files
 
 
 def test_a_peer_that_is_missing_is_named_with_the_way_to_get_it(monkeypatch):
@@ -29,7 +29,7 @@ def test_transformers_runs_in_bfloat16_if_the_cpu_has_instructions_for_it(monkey
 def test_our_weights_are_as_stored_and_in_fewer_bits(tmp_path, compiler):
     """Without a compiler bfloat16 is widened, so its copy is no other width than float32."""
     tiny = find_folder("tiny")
-    copy_files(tiny, tmp_path, [*FILES, "config.json"])
+    copy_files(tiny, tmp_path, [*TOKENIZER_FILES, "config.json"])
     tensors = load_file(tiny / "model.safetensors")
     wide = {name: tensor.float() for name, tensor in tensors.items()}
     save_file(wide, tmp_path / "model.safetensors")

@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import bench
+from checkpoint.weights import weight_bytes
 from errors import UserError
 from measure import plan
 from measure.plan import GPUS, KV_SHARE, MODELS, Plan
-from model import Llama, weight_bytes
+from model import Llama
 from paged import PagedCache
 from quant import WIDTHS
 
@@ -81,7 +82,7 @@ def test_a_step_by_hand():
     context=st.integers(1, 131_072),
 )
 def test_texts_fit_and_one_more_does_not(name, gpu, n, bits, kv_bits, context):
-    config = plan.shard_config(plan.in_bits(MODELS[name], bits), n)
+    config = plan.in_bits(MODELS[name], bits).shard(n)
     rest = KV_SHARE * (1e9 * GPUS[gpu].memory - weight_bytes(plan.without_numbers(config)))
     tokens = 16 * ((context + 15) // 16)
     text = plan.stored_bytes(config, tokens, kv_bits, torch.bfloat16)

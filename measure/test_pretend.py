@@ -15,9 +15,10 @@ import torch
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 pytestmark = pytest.mark.gpu_interpreter
-from conftest import program, write_model
 from measure import first_contact
 from measure import testing as pretend
+from testing.folders import write_model
+from testing.programs import program
 
 SHAPE = dict(
     hidden_size=32,

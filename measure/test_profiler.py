@@ -7,10 +7,10 @@ import pytest
 
 import generate
 from app import cli
-from conftest import largest_file, program
 from measure import profiler
 from runner import ModelRunner
 from settings import Options
+from testing.programs import largest_file, program
 
 
 @pytest.mark.parametrize("draft", ["tiny-draft", "tiny-eagle"])

@@ -4,12 +4,13 @@ from copy import deepcopy
 from dataclasses import replace
 
 from checkpoint.formats import Quantization
+from checkpoint.weights import weight_bytes
 from kvcache import KVCache, KVSpec
 from measure import memory, serving
 from measure.effort import Effort
 from measure.gpu_parts import SHAPES
 from measure.serving import log_spread, random_request
-from model import Llama, weight_bytes
+from model import Llama
 from paged import PagedCache
 
 

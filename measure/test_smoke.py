@@ -16,7 +16,8 @@ import torch
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 import bench
 from checkpoint.config import Config
-from gpu import GPU, draw, test_graphs
+from gpu import GPU, draw, graphs
+from gpu.testing import DEVICE, recorded
 from kernels import Ops
 from measure import smoke
 from measure.gpu_parts import (
@@ -102,12 +103,12 @@ def test_an_error_that_is_no_number_is_wrong():
 @pytest.mark.gpu_interpreter
 @torch.inference_mode()
 def test_a_recording_is_replayed_with_other_tokens_than_its_own(variants):
-    scale = replace(QUICK, device=str(test_graphs.DEVICE))
+    scale = replace(QUICK, device=str(DEVICE))
     key = ("16 bits", "8/4", torch.float32, 9, "1 x 8")
-    with test_graphs.recorded() as recordings:
+    with recorded() as recordings:
         assert smoke.smoke_row(scale, *key)[-1] == "ok"
     assert len(recordings) == 1
-    with mock.patch.object(test_graphs.graphs, "record", lambda run: lambda: None):  # stale
+    with mock.patch.object(graphs, "record", lambda run: lambda: None):  # stale
         launched, replayed = smoke.smoke_row(scale, *key)[0].split()
     assert float(launched) < 1e-5 < 0.1 < float(replayed)
 

@@ -1,7 +1,7 @@
 """Steps: every width in the same turns, with the rows that a step says."""
 
+from checkpoint.weights import weight_bytes
 from measure import steps
-from model import weight_bytes
 
 
 def test_ratios_are_of_the_same_turn_and_the_first_turn_does_not_count(monkeypatch):

@@ -13,31 +13,19 @@ Sennrich et al. 2016 (arXiv:1508.07909) for BPE; Radford et al. 2019 (GPT-2) for
 alphabet and the split.
 """
 
-import json
-import shutil
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import regex  # tiktoken brings it
 
-from app.shell import new_file
+from checkpoint.files import write_json
 from checkpoint.gguf_vocabulary import GPT2_SPLIT
 from checkpoint.vocabulary import alphabet
 from errors import UserError
 
 END = "<|endoftext|>"
-FILES = (  # of a tokenizer, byte-level or SentencePiece's, and its chat templates
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "additional_chat_templates/tool_use.jinja",
-)
 Pair = tuple[bytes, bytes]
 
 
@@ -110,14 +98,6 @@ def merge_text(text: str, merges: list[Pair]) -> list[bytes]:
     return tokens
 
 
-def copy_files(source: Path, folder: Path, names: Iterable[str]) -> None:
-    """Copy the files of these names that exist."""
-    for name in names:
-        if (source / name).exists():
-            (folder / name).parent.mkdir(exist_ok=True)
-            shutil.copy(source / name, folder / name)
-
-
 def save_tokenizer(folder: Path, merges: list[Pair]) -> None:
     """Write a tokenizer's files, as Hugging Face reads them."""
     letters = {byte: letter for letter, byte in alphabet().items()}
@@ -147,12 +127,6 @@ def save_tokenizer(folder: Path, merges: list[Pair]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "tokenizer_config.json", config)
     write_json(folder / "tokenizer.json", tokenizer)  # last: where it is, nothing is learned again
-
-
-def write_json(file: Path, data: dict[str, Any]) -> None:
-    text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
-    with new_file(file) as new:
-        new.write_text(text, encoding="utf-8")
 
 
 def main(file: str = __file__) -> None:

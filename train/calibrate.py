@@ -55,9 +55,10 @@ from torch import Tensor
 from checkpoint.config import Config
 from checkpoint.formats import Quantization
 from checkpoint.progress import progress_bar
+from checkpoint.weights import Layer
 from kernels import Linear
 from kvcache import AttentionMetadata
-from model import Layer, Llama, Rope
+from model import Llama, Rope
 from quant import FORMATS, Kind, Quantized, quantize, rounded_product, spread
 
 DAMP = 0.1  # share of its mean added to H's diagonal; the paper: 0.01, 16 times the text

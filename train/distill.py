@@ -6,10 +6,7 @@ sampled from the target; its last steps minimize 1 − α:
 
     loss = KL(p ‖ q) = mean over tokens of Σ_x p(x) (log p(x) − log q(x)),    α ≥ 1 − √(KL / 2)
 
-(the bound is Pinsker's). The optimizers are PyTorch's: Muon for the layers' matrices, AdamW for
-embeddings, norms and biases. A matrix's gradient is dominated by a few directions; Muon takes the
-momentum M = U S Vᵀ and moves the matrix by U Vᵀ, the same distance in every direction: 15 products
-for each matrix and step, in bfloat16 on a GPU.
+(the bound is Pinsker's).
 
     python -m train.distill                                    a draft for tiny, from its own texts
     python -m train.distill --target NAME --data FILE…         a draft learns from a target
@@ -17,12 +14,11 @@ for each matrix and step, in bfloat16 on a GPU.
     python -m train.distill --from NAME --kv-heads N …         fewer K/V heads (gqa.py)
 
 Train at the length of use: tiny's draft, trained on 256 tokens, had α = 0.68 up to token 256 and
-α = 0.35 at token 512. Invariant: step i depends on the training state and i alone (stories.py), so
-a killed run resumes exactly from its checkpoint. Its flags are kept, too, and a run that would go
-on with others is refused. Not covered: several GPUs, texts that do not fit in memory.
+α = 0.35 at token 512. A killed run goes on where it was (run.py). Not covered: texts that do not
+fit in memory.
 
 Hinton et al. 2015 (arXiv:1503.02531); Zhou et al. 2023 (2310.08461); Eldan & Li 2023, TinyStories
-(2305.07759). Muon: Jordan et al. 2024 (kellerjordan.github.io/posts/muon).
+(2305.07759).
 
     B texts of a batch · N tokens of a crop · T = B N tokens of a step · V vocabulary
 """
@@ -35,33 +31,19 @@ if __name__ == "__main__":  # slow imports follow: a signal ends them in silence
 import argparse
 import math
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from app.shell import (
-    Parser,
-    alone_in,
-    check_folder,
-    is_out_of_memory,
-    new_file,
-    say,
-    status,
-)
+from app.shell import Parser, say, status
 from batcher import Batcher
 from checkpoint.config import Config
-from checkpoint.files import Json, read_json
-from checkpoint.hub import find_folder, find_model
-from checkpoint.tensors import write_tensors
+from checkpoint.hub import find_folder
+from checkpoint.save import copy_files, save_model
 from errors import UserError
 from kernels import find_device
 from kvcache import AttentionMetadata, KVCache
@@ -72,10 +54,17 @@ from speculative import Drawing
 from tokenizer import Tokenizer
 from train import bpe
 from train.gqa import merge_heads
+from train.run import (
+    CHECKPOINT,
+    Hyperparameters,
+    Run,
+    begin_run,
+    check_out,
+    count,
+    make_optimizers,
+    share,
+)
 from train.stories import Corpus, hold_out, read_stories
-
-RUN = "run.json"
-FREE = ("--out", "--device", "--steps", "--epochs")  # a run may go on with others of these
 
 # ---- The loss, and what a draft is worth ---------------------------------------------------------
 
@@ -148,70 +137,10 @@ def shown(when: str, scores: dict[str, float]) -> str:
 # ---- Training ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Hyperparameters:
-    """What a run can choose."""
-
-    steps: int = 100
-    batch: int = 8
-    length: int = 512
-    warmup: int = 40
-    decay: float = 0.5  # share of the steps, at the end, in which the rate falls to 0
-    sampled: float = 0.5  # share of the steps on texts that are sampled from the target
-    overlap: float = 0.25  # share of the steps, at the end, with the loss 1 − α
-
-    def factor(self, step: int) -> float:
-        """The share of the full learning rate at this step: up to 1, constant, then down to 0."""
-        rising = (step + 1) / self.warmup
-        falling = (self.steps - step) / max(1.0, self.decay * self.steps)
-        return min(1.0, rising, falling)
-
-
-def parameters(model: Llama) -> list[Tensor]:
-    """What training changes: all weights of a plain model, each once. (q_proj, k_proj and v_proj
-    are views of one.)"""
-    tensors = model.named_tensors().values()
-    wholes = [part if part._base is None else part._base for part in tensors]
-    return list({id(whole): whole for whole in wholes if whole.is_floating_point()}.values())
-
-
-def make_optimizers(
-    student: Llama, rates: tuple[float, float], decay: float
-) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices, with this weight decay; AdamW for all others. rates: Muon's,
-    then AdamW's."""
-    matrix_rate, other_rate = rates
-    tables = (student.embed.weight, student.head.weight)
-    matrices = []
-    others = []
-    for weight in parameters(student):
-        is_table = any(weight is table for table in tables)
-        group = matrices if weight.dim() == 2 and not is_table else others
-        group.append(weight.requires_grad_())
-    return [
-        torch.optim.Muon(matrices, lr=matrix_rate, weight_decay=decay),
-        torch.optim.AdamW(others, lr=other_rate, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
-
-
-class InFloat32(TorchFunctionMode):
-    """Within, what is rounded to bfloat16 on a CPU is copied as float32. PyTorch's Muon rounds so
-    before its products, which are slow on a CPU without instructions for bfloat16."""
-
-    def __torch_function__(
-        self, function: Any, types: Any, arguments: tuple = (), named: dict | None = None
-    ) -> Any:
-        if function is Tensor.bfloat16 and arguments[0].device.type == "cpu":
-            return arguments[0].to(torch.float32, copy=True)
-        return function(*arguments, **(named or {}))
-
-
-class Training:
+class Training(Run):
     """A student, its target (None: the text alone), and the texts that it learns from.
 
     text: stories from files. sampled: texts from the target."""
-
-    autocast = False  # whether products on a CPU are in bfloat16
 
     def __init__(
         self,
@@ -221,13 +150,10 @@ class Training:
         sampled: Corpus | None,
         recipe: Hyperparameters,
     ):
-        self.student = student
+        super().__init__(student, recipe, make_optimizers(student, (0.02, 0.004), decay=0.5))
         self.text = text
         self.target = target
         self.sampled = sampled
-        self.recipe = recipe
-        self.steps = 0  # done
-        self.optimizers = make_optimizers(student, rates=(0.02, 0.004), decay=0.5)
 
     def corpus(self, step: int) -> Corpus:
         """The texts of this step: of all steps a share `sampled`, evenly, is on the target's."""
@@ -257,125 +183,6 @@ class Training:
         recipe = self.recipe
         return self.corpus(self.steps).crops(recipe.batch, recipe.length, self.steps)
 
-    def step(self) -> float:
-        """One training step -> its loss."""
-        recipe = self.recipe
-        rounding = nullcontext() if self.autocast else InFloat32()
-        loss = self.loss(self.batch().to(self.student.device))
-        loss.backward()
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = recipe.factor(self.steps) * optimizer.defaults["lr"]
-            with rounding:
-                optimizer.step()
-            optimizer.zero_grad()
-        self.steps += 1
-        return loss.item()
-
-    def run(self, checkpoint: Path) -> None:
-        """Train to the last step, from a checkpoint, if there is one, with one every 20 seconds."""
-        if checkpoint.exists():
-            self.resume(checkpoint)
-            say(f"going on after step {self.steps} ({checkpoint})")
-        steps = self.recipe.steps
-        saved = time.monotonic()
-        losses = []
-        while self.steps < steps:
-            losses.append(self.step())
-            if self.steps == steps or time.monotonic() - saved > 20:
-                say(f"step {self.steps:5} of {steps}  loss {mean(losses):.4f}")
-                self.save(checkpoint)
-                saved = time.monotonic()
-                losses = []
-
-    def save(self, file: Path) -> None:
-        """Write a checkpoint. If that fails, the old file stays as it was."""
-        state = dict(
-            steps=self.steps,
-            config=self.student.config.to_dict(),
-            weights=self.student.named_tensors(),
-            optimizers=[optimizer.state_dict() for optimizer in self.optimizers],
-        )
-        with new_file(file) as new:
-            try:
-                torch.save(state, new)
-            except RuntimeError as error:
-                if "unexpected pos" not in str(error):
-                    raise
-                raise OSError(f"{file} cannot be written: is the disk full?") from None
-
-    @torch.no_grad()
-    def resume(self, file: Path) -> None:
-        """Resume from a checkpoint. UserError if it is of a model of another shape."""
-        state = read_checkpoint(file, self.student.device)
-        if state["config"] != self.student.config.to_dict():
-            raise UserError(
-                f"{file} is the checkpoint of a model of another shape: "
-                "delete it, or give the flags it was made with"
-            )
-        for name, weight in self.student.named_tensors().items():
-            weight.copy_(state["weights"][name])
-        for optimizer, stored in zip(self.optimizers, state["optimizers"]):
-            optimizer.load_state_dict(stored)
-        self.steps = state["steps"]
-
-
-def read_checkpoint(file: Path, device: torch.device) -> dict[str, Any]:
-    """What `Training.save` has written. UserError if the file is anything else."""
-    try:
-        state = torch.load(file, device, weights_only=True)
-    except Exception as error:  # of damaged files PyTorch raises whatever it meets
-        if is_out_of_memory(error):
-            raise
-        state = None
-    if not isinstance(state, dict) or state.keys() != {"steps", "config", "weights", "optimizers"}:
-        raise UserError(
-            f"{file} is not a whole checkpoint: delete it to train from the beginning, or name "
-            "another --out"
-        )
-    return state
-
-
-def has_run(out: Path) -> bool:
-    """Whether a folder holds something of a run to go on with."""
-    return (out / "training.pt").exists() or (out / "texts.jsonl").exists()  # train/eagle.py's
-
-
-def check_out(name: str, sources: Sequence[str | None]) -> None:
-    """UserError unless a student can be written to the folder --out, and a model that was not
-    trained there is not lost. sources: models that are read."""
-    out = Path(name)
-    if not name:
-        raise UserError("--out is empty: name a folder")
-    check_folder(out)
-    if (out / "config.json").exists() and not has_run(out):
-        raise UserError(
-            f"--out {out} holds a model, and nothing of a run to go on with (training.pt): name "
-            "another folder, or remove the model"
-        )
-    for source in sources:
-        if source and out.exists() and find_model(source).resolve() == out.resolve():
-            raise UserError(f"--out {out} holds {source}, which is read: name another folder")
-
-
-@contextmanager
-def begin_run(out: Path, flags: dict[str, str]) -> Iterator[None]:
-    """Hold the folder --out, in which RUN keeps the flags of its run. UserError if it holds a run
-    that began with others. flags: of `Parser.flags`."""
-    out.mkdir(parents=True, exist_ok=True)
-    with alone_in(out):
-        file = out / RUN
-        if not has_run(out):
-            bpe.write_json(file, flags)
-        began = read_json(file) if file.exists() else {}
-        for flag, value in flags.items():
-            if flag not in FREE and began.get(flag, value) != value:
-                raise UserError(
-                    f"--out {out} holds a run with another {flag} ({began[flag]}): give the flags "
-                    "it began with, or name another folder"
-                )
-        yield
-
 
 # ---- Models: made, loaded, saved -----------------------------------------------------------------
 
@@ -390,31 +197,13 @@ def new_model(config: Config, seed: int, device: torch.device | str = "cpu") -> 
     return llama
 
 
-def save_model(llama: Llama, folder: Path) -> None:
-    """Write a model folder, in bfloat16."""
-    save_folder(llama, folder, llama.config.to_dict() | {"torch_dtype": "bfloat16"})
-
-
-def save_folder(llama: Llama, folder: Path, config: Json, **more: Tensor) -> None:
-    """Write the weights of a model or a head in bfloat16, more tensors, and this config.json."""
-    tensors = dict(more)
-    for name, tensor in llama.named_tensors().items():
-        kept = tensor.detach().contiguous()
-        tensors[name] = kept.to(torch.bfloat16) if kept.is_floating_point() else kept
-    with new_file(folder / "model.safetensors") as new:
-        write_tensors(tensors, new)
-    bpe.write_json(folder / "config.json", config)
-
-
 def student_tokenizer(
     args: argparse.Namespace, out: Path, stories: Sequence[str]
 ) -> tuple[Tokenizer, int]:
     """The tokenizer of a model, or that in `out`, learned from stories; its end of text."""
     name = args.tokenizer
     folder = out if name is None else find_folder(name)
-    if name is None and (out / "tokenizer.json").exists():
-        say(f"{out} has a tokenizer already: --vocab is not looked at")
-    elif name is None:
+    if name is None and not (out / "tokenizer.json").exists():
         say(f"learning {args.vocab} tokens from {len(stories):,} stories")
         bpe.save_tokenizer(out, bpe.learn(stories, args.vocab - 1))
     tokenizer = Tokenizer.load(folder)
@@ -456,7 +245,8 @@ def new_student(args: argparse.Namespace, vocab_size: int, end: int) -> Llama:
 def distill(args: argparse.Namespace) -> None:
     """Make the tokenizer and the student, read the texts; evaluate, train, evaluate, save. What is
     told is a message, not a result: the folder is written whether or not anybody reads."""
-    check_out(args.out, (args.target, args.start))
+    out = Path(args.out)
+    check_out(out, args.flags)
     stories = read_stories(args.data) if args.data else []
     if not stories and args.target is None:
         raise UserError(
@@ -467,13 +257,7 @@ def distill(args: argparse.Namespace) -> None:
     target = None
     if args.target is not None:
         target = Llama.load(args.target, args.device, torch.float32, trainable=True)
-    with begin_run(Path(args.out), args.flags):
-        train_student(args, stories, target)
-
-
-def train_student(args: argparse.Namespace, stories: Sequence[str], target: Llama | None) -> None:
-    """Make the student, in a folder that nobody else writes to."""
-    out = Path(args.out)
+    begin_run(out, args.flags)
     train_stories, held_out_stories = hold_out(stories)
     tokenizer, end = student_tokenizer(args, out, train_stories)
     vocab_size = target.config.vocab_size if target else tokenizer.vocab_size
@@ -504,31 +288,14 @@ def train_student(args: argparse.Namespace, stories: Sequence[str], target: Llam
         sampled=args.own,
         overlap=args.overlap,
     )
-    checkpoint = out / "training.pt"
-    if not checkpoint.exists():
+    if not (out / CHECKPOINT).exists():
         say(shown("before", evaluate(student, held_out, target)))
     training = Training(student, text, target, sampled=sampled, recipe=recipe)
-    training.run(checkpoint)
+    training.run(out)
     say(shown("after", evaluate(student, held_out, target)))
     if args.tokenizer is not None:
-        bpe.copy_files(find_folder(args.tokenizer), out, bpe.FILES)
+        copy_files(find_folder(args.tokenizer), out)
     save_model(student, out)
-
-
-def count(text: str) -> int:
-    """The type of a flag that counts something, or is a seed."""
-    value = int(text)
-    if not 1 <= value <= 2**20:
-        raise argparse.ArgumentTypeError(f"it is {value}: it must be from 1 to {2**20:,}")
-    return value
-
-
-def share(text: str) -> float:
-    """The type of a flag that is a share of something."""
-    value = float(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"it is {value}: a share is from 0 to 1")
-    return value
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -593,6 +360,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         p.error("--from-scratch takes neither --target nor --from")
     if args.target is None and args.start is None and not args.from_scratch:
         args.target = "tiny"
+    args.flags = {name: str(value) for name, value in vars(args).items()}
     args.tokenizer = args.target or args.start  # whose it is; None: a new one
     is_alone = args.target is None
     args.tells = not is_alone and args.own > 0  # whether the target tells texts to learn from
@@ -607,7 +375,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     for is_useless, names, why in useless:
         if is_useless:
             p.unused(args, names, why)
-    args.flags = p.flags(args)
     return args
 
 

@@ -13,14 +13,12 @@ token (training-time test, section 3.2 of the paper). Row t of step s predicts t
                                         (p not normalized: what the head cannot draft is rejected)
 
 Rows of a prompt are read, but only the target's own tokens, and what would follow the last, are
-predicted. The optimizers are those of train/distill.py; the head begins with the target's last norm
-and rows of logits.
+predicted. The head begins with the target's last norm and rows of logits.
 
 In step s a row attends to the rows of step 0 up to its own, and to its own row of each later step:
 what the cache will hold when that draft is made.
 
-Texts are kept in OUT/texts.jsonl, the state of training in OUT/training.pt, the flags in
-OUT/run.json: a killed run goes on, with the same flags.
+Texts are kept in OUT/texts.jsonl, so a killed run (run.py) tells none again.
 With --autocast the products of training are in bfloat16, Muon's too; weights, losses, the telling
 of texts and the evaluation stay as they were.
 The folder is in the speculators layout, without the embedding, which is the target's.
@@ -43,6 +41,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -57,6 +56,7 @@ from checkpoint.eagle import EagleConfig
 from checkpoint.hub import find_model
 from checkpoint.load import open_checkpoint
 from checkpoint.progress import progress_bar
+from checkpoint.save import save_folder
 from eagle import EagleHead
 from errors import UserError
 from generate import Engine, Model
@@ -65,16 +65,7 @@ from kvcache import AttentionMetadata
 from model import Llama, Rope
 from request import Request, Settings
 from settings import Options
-from train.distill import (
-    Hyperparameters,
-    Training,
-    begin_run,
-    check_out,
-    count,
-    make_optimizers,
-    save_folder,
-    share,
-)
+from train.run import Hyperparameters, Run, begin_run, check_out, count, make_optimizers, share
 from train.stories import hold_out, read_file
 
 DECAY = 0.8  # of the loss, from one unrolled step to the next
@@ -110,46 +101,32 @@ def requests_for(model: Model, args: argparse.Namespace) -> list[Request]:
 
 
 def told_before(file: Path) -> dict[int, list[int]]:
-    """The texts in a file of `tell_texts`, by their numbers; none if there is no file. A part of a
-    line at its end, which a killed run has left, is taken away. UserError for any other content."""
-    if not file.exists():
-        return {}
+    """The texts in a file of `tell_texts`, by their numbers; none if there is no file."""
     texts = {}
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
-        if lines and not lines[-1].endswith("\n"):
-            lines.pop()
-            file.write_text("".join(lines), encoding="utf-8")
-        for line in lines:
+    lines = file.read_text(encoding="utf-8").split("\n") if file.exists() else []
+    for line in lines:
+        with suppress(ValueError):  # a part of a line, which a killed run has left
             i, tokens = json.loads(line)
-            texts[i] = [int(token) for token in tokens]
-    except (TypeError, ValueError):  # not UTF-8, not JSON, or not such a line
-        raise UserError(
-            f"{file} has a line that is no text that was told: remove the line, or name another "
-            "--out"
-        ) from None
+            texts[i] = tokens
     return texts
 
 
 def tell_texts(model: Model, requests: Sequence[Request], file: Path, length: int) -> list[list]:
     """The texts of these requests, from a file as far as it has them; the rest is made, and
-    appended to it. UserError if their prompts are others."""
+    appended to it."""
     texts = told_before(file)
+    index = {}
     for i, request in enumerate(requests):
-        start = texts.get(i, request.tokens)[: len(request.tokens)]
-        if start != request.tokens:
-            raise UserError(
-                f"{file} holds texts of other prompts: delete it, or name another --out"
-            )
-    index = {request: i for i, request in enumerate(requests) if i not in texts}
+        if texts.get(i, [])[: len(request.tokens)] != request.tokens:
+            index[request] = i
     batch = min(64, max(1, len(index)))
     engine = Engine(model, None, Options(max_len=length, max_batch=batch), tokens=batch * length)
-    bar = progress_bar(desc="telling", total=len(requests), initial=len(texts), unit="text")
+    bar = progress_bar(desc="telling", total=len(index), unit="text")
     with file.open("a") as lines, bar:
         for request, _ in engine.batcher.run(list(index)):
             if request.finish_reason:
                 texts[index[request]] = request.tokens
-                lines.write(json.dumps([index[request], request.tokens]) + "\n")
+                lines.write("\n" + json.dumps([index[request], request.tokens]))
                 lines.flush()
                 bar.update()
     return [texts[i] for i in range(len(requests))]
@@ -301,7 +278,7 @@ def losses(
 # ---- Training ------------------------------------------------------------------------------------
 
 
-class HeadTraining(Training):
+class HeadTraining(Run):
     """A head as the student, and batches of texts, in any order. num_steps: of the chain."""
 
     def __init__(
@@ -312,13 +289,10 @@ class HeadTraining(Training):
         num_steps: int,
         autocast: bool = False,
     ):
-        self.student = head
+        super().__init__(head, recipe, make_optimizers(head, (0.06, 0.002), decay=0.1))
         self.texts = texts
-        self.recipe = recipe
         self.num_steps = num_steps
         self.autocast = autocast
-        self.steps = 0  # done
-        self.optimizers = make_optimizers(head, rates=(0.06, 0.002), decay=0.1)
 
     def batch(self) -> Batch:
         """Every batch once in each epoch, in another order."""
@@ -404,7 +378,8 @@ def save_head(head: EagleHead, folder: Path, target: str) -> None:
 
 def train(args: argparse.Namespace) -> None:
     """Let the target tell its texts; make the head, train, evaluate, save."""
-    check_out(args.out, (args.target,))
+    out = Path(args.out)
+    check_out(out, args.flags)
     device = find_device(args.device)
     if args.autocast:
         stored, _ = open_checkpoint(find_model(args.target))
@@ -423,30 +398,27 @@ def train(args: argparse.Namespace) -> None:
             f"{len(requests)} texts are too few for a batch of {args.batch}, where every tenth is "
             f"held out: give {10 * args.batch} (--texts, and lines of --data), or a smaller --batch"
         )
-    out = Path(args.out)
-    with begin_run(out, args.flags):
-        told = tell_texts(model, requests, out / "texts.jsonl", args.length)
-        texts = [Text(text, request.num_prompt_tokens) for text, request in zip(told, requests)]
-        if not args.data and not model.tokenizer.prompt(""):
-            texts = [Text(text[1:], 0) for text in told]  # without the end of the last
-        num_tokens = sum(len(text.tokens) for text in texts)
-        say(f"{len(texts):,} texts, {num_tokens:,} tokens")
-        target = model.llama
-        if args.autocast:  # its products are PyTorch's, of plain weights
-            del model, target  # before it is loaded again
-            target = Llama.load(args.target, device, torch.float32, trainable=True)
-        learned, held_out = hold_out(texts)
-        vocabulary = commonest(learned, target.config.vocab_size, args.vocab)
-        head = new_head(target, vocabulary, args.mlp, args.seed)
-        per_epoch = batches(learned, args.batch)
-        num_steps = args.epochs * len(per_epoch)
-        recipe = Hyperparameters(steps=num_steps, decay=1.0, overlap=args.overlap)
-        training = HeadTraining(
-            head, per_epoch, recipe, num_steps=args.unroll, autocast=args.autocast
-        )
-        training.run(out / "training.pt")
-        say(evaluate_head(head, batches(held_out, args.batch), args.unroll))
-        save_head(head, out, args.target)
+    begin_run(out, args.flags)
+    told = tell_texts(model, requests, out / "texts.jsonl", args.length)
+    texts = [Text(text, request.num_prompt_tokens) for text, request in zip(told, requests)]
+    if not args.data and not model.tokenizer.prompt(""):
+        texts = [Text(text[1:], 0) for text in told]  # without the end of the last
+    num_tokens = sum(len(text.tokens) for text in texts)
+    say(f"{len(texts):,} texts, {num_tokens:,} tokens")
+    target = model.llama
+    if args.autocast:  # its products are PyTorch's, of plain weights
+        del model, target  # before it is loaded again
+        target = Llama.load(args.target, device, torch.float32, trainable=True)
+    learned, held_out = hold_out(texts)
+    vocabulary = commonest(learned, target.config.vocab_size, args.vocab)
+    head = new_head(target, vocabulary, args.mlp, args.seed)
+    per_epoch = batches(learned, args.batch)
+    num_steps = args.epochs * len(per_epoch)
+    recipe = Hyperparameters(steps=num_steps, decay=1.0, overlap=args.overlap)
+    training = HeadTraining(head, per_epoch, recipe, num_steps=args.unroll, autocast=args.autocast)
+    training.run(out)
+    say(evaluate_head(head, batches(held_out, args.batch), args.unroll))
+    save_head(head, out, args.target)
 
 
 def parse_command(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -488,7 +460,7 @@ def parse_command(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="share of the steps, at the end, that raise α itself (0.25)",
     )
     args = p.parse_args(arguments)
-    args.flags = p.flags(args)
+    args.flags = {name: str(value) for name, value in vars(args).items()}
     return args
 
 

@@ -71,6 +71,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from train.distill import Hyperparameters, Training, evaluate, sample_corpus, shown
+    from train.distill import Training, evaluate, sample_corpus, shown
+    from train.run import Hyperparameters
 
     main()

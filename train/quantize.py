@@ -25,35 +25,29 @@ from checkpoint.config import Config
 from checkpoint.files import read_json
 from checkpoint.formats import Quantization
 from checkpoint.hub import find_folder
-from checkpoint.tensors import Checkpoint, write_tensors
+from checkpoint.save import TOKENIZER_FILES, copy_files, save_folder
+from checkpoint.tensors import Checkpoint
 from errors import UserError
 from kernels import find_device
 from model import Llama
-from quant import FORMATS, named_tensors
+from quant import FORMATS
 from tokenizer import Tokenizer
 from train import perplexity
-from train.bpe import END, FILES, copy_files, write_json
+from train.bpe import END
 from train.calibrate import quantize_model, size
 from train.stories import hold_out, read_file, split_stories
 
 METHODS = ("rtn", "awq", "gptq", "awq+gptq")  # of integers, from the cheapest to the best
 PIECES = 32  # of 512 tokens, to calibrate with
-COPIED = (*FILES, "generation_config.json")
+COPIED = (*TOKENIZER_FILES, "generation_config.json")
 
 
 def save(llama: Llama, source: Path, out: Path) -> None:
     """Write a quantized model's folder: the other tensors in `source`'s dtype, its other files."""
-    source_dtype = Checkpoint(source).dtypes[0]
-    tensors = {}
-    for name, weight in llama.named_weights().items():
-        dtype = source_dtype if isinstance(weight, Tensor) else None
-        for part, tensor in named_tensors(name, weight).items():
-            tensors[part] = tensor.to("cpu", dtype, copy=True)
-    write_tensors(tensors, out / "model.safetensors")
     copy_files(source, out, COPIED)
     config = read_json(source / "config.json")
     config["quantization_config"] = llama.config.quantization.to_dict()
-    write_json(out / "config.json", config)
+    save_folder(llama, out, config, Checkpoint(source).dtypes[0])
 
 
 def pieces(

@@ -7,11 +7,13 @@ from hypothesis import strategies as st
 
 from checkpoint.config import Config
 from checkpoint.formats import Quantization
-from conftest import ROOT, SMALL
+from checkpoint.weights import Layer
 from errors import UserError
 from kernels import Linear
-from model import Layer, Llama
+from model import Llama
 from quant import Quantized, quantize, rounded_product, unpack4
+from testing.models import SMALL
+from testing.pages import ROOT
 from tokenizer import Tokenizer
 from train import calibrate
 from train.calibrate import (

@@ -6,23 +6,24 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from app.shell import alone_in
 from checkpoint.config import Config
-from conftest import ROOT, SMALL, check_refusals, largest_file, write_model
+from checkpoint.save import save_model
 from errors import UserError
 from kvcache import AttentionMetadata
 from model import Llama
+from testing.folders import write_model
+from testing.models import SMALL
+from testing.pages import ROOT
+from testing.programs import check_refusals, largest_file
 from tokenizer import Tokenizer
-from train import bpe, distill, eagle
+from train import bpe, distill, eagle, run
 from train.distill import (
-    Hyperparameters,
     Training,
     acceptance,
     divergence,
@@ -30,6 +31,7 @@ from train.distill import (
     new_model,
     sample_corpus,
 )
+from train.run import FLAGS, Hyperparameters
 from train.stories import Corpus
 
 END = 256
@@ -213,31 +215,6 @@ def test_the_loss_falls() -> None:
     assert evaluate(run.student, text, teacher, length=64, count=4)["acceptance"] > before + 0.1
 
 
-@pytest.mark.parametrize("imitates", [False, True])
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, imitates: bool) -> None:
-    target = new_model(CONFIG, 9) if imitates else None
-    whole = training(target=target)
-    losses = [whole.step() for _ in range(8)]
-    killed = training(target=target)
-    assert [killed.step() for _ in range(5)] == losses[:5]
-    killed.save(tmp_path / "state")
-    resumed = training(seed=77, target=target)
-    resumed.resume(tmp_path / "state")
-    assert resumed.steps == 5 and [resumed.step() for _ in range(3)] == losses[5:]
-    after = weights(resumed.student)
-    assert all(torch.equal(place, after[name]) for name, place in weights(whole.student).items())
-
-
-def test_checkpoint_of_another_shape_is_refused(tmp_path: Path) -> None:
-    training().save(tmp_path / "state")
-    config = replace(CONFIG, num_hidden_layers=1)
-    other = Training(
-        new_model(config, 1), some_text(), None, sampled=None, recipe=Hyperparameters()
-    )
-    with pytest.raises(UserError, match="another shape"):
-        other.resume(tmp_path / "state")
-
-
 def test_a_file_that_is_no_whole_checkpoint_is_refused(tmp_path: Path) -> None:
     training().save(tmp_path / "state")
     whole = (tmp_path / "state").read_bytes()
@@ -245,9 +222,6 @@ def test_a_file_that_is_no_whole_checkpoint_is_refused(tmp_path: Path) -> None:
         (tmp_path / "state").write_bytes(data)
         with pytest.raises(UserError, match="not a whole checkpoint"):
             training().resume(tmp_path / "state")
-    torch.save({"steps": 3}, tmp_path / "state")
-    with pytest.raises(UserError, match="not a whole checkpoint"):
-        training().resume(tmp_path / "state")
 
 
 @pytest.mark.parametrize("size", [1000, 20_000])  # the first tensors fail, or later ones
@@ -261,7 +235,7 @@ def test_on_a_full_disk_the_old_checkpoint_stays(tmp_path: Path, size: int) -> N
     run.resume(tmp_path / "state")
     assert run.steps == 0
     with largest_file(1000), pytest.raises(OSError, match="cannot be written"):
-        distill.save_model(run.student, tmp_path)
+        save_model(run.student, tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["state"]
 
 
@@ -362,7 +336,6 @@ def test_bad_flags_are_one_line(
     for file in Path(endless).glob("tokenizer*"):
         file.write_text(file.read_text().replace(bpe.END, "<|other|>"))
     short = str(write_model(tmp_path / "short", max_position_embeddings=32))
-    before = (base / "config.json").read_bytes()
     table = """
         --from-scratch → no text to learn from
         --own 0.3 → --own has no use without --data
@@ -398,44 +371,61 @@ def test_bad_flags_are_one_line(
 
     places = dict(base=base, stories=stories, endless=endless, short=short, other=other)
     check_refusals(main, table, capsys, lines=2, page=__file__, **places)
-    # A model that was not trained there would be lost.
-    for out, says in ((str(base), "holds a model"), ("", "--out is empty"), (stories, "folder")):
+    for out in ("", stories):
         assert distill.main(["--out", out]) == 2
-        assert says in capsys.readouterr().err
-    assert (base / "config.json").read_bytes() == before and not (base / "training.pt").exists()
+        assert "folder" in capsys.readouterr().err
 
 
-def test_a_folder_keeps_its_run(
-    tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Another target or seed, another program or the student itself would take its place: all is as
-    it was. A run may be longer."""
-    other = str(write_model(tmp_path / "other", "{{ 1 }}", vocab_size=270))
+TOLD = ["--tales", "4", *SIZES, *SHAPE]
+HEAD = ["--texts", "20", "--length", "12", "--batch", "2", "--vocab", "100"]
+
+
+@pytest.mark.parametrize("program, flags", [(distill, TOLD + ["--steps", "9"]), (eagle, HEAD)])
+def test_a_run_that_is_stopped_goes_on_to_the_same_bits(
+    program, flags, base, tmp_path, monkeypatch, capsys
+):
+    """It is stopped amid its second step after a checkpoint, and loses the first."""
+    command = ["--target", str(base), *flags, "--out"]
+    assert program.main([*command, str(tmp_path / "whole")]) == 0
+    step = run.Run.step
+    seconds = iter(range(0, 900, 7))
+    monkeypatch.setattr(run.time, "monotonic", lambda: next(seconds))
+
+    def stopped(training: run.Run) -> float:
+        if training.steps == 4:
+            raise KeyboardInterrupt
+        return step(training)
+
+    monkeypatch.setattr(run.Run, "step", stopped)
+    assert program.main([*command, str(tmp_path / "stopped")]) == 130
+    monkeypatch.setattr(run.Run, "step", step)
+    capsys.readouterr()
+    assert program.main([*command, str(tmp_path / "stopped")]) == 0
+    assert "going on after step 3 " in capsys.readouterr().err
+    whole, resumed = ((tmp_path / name / "model.safetensors") for name in ("whole", "stopped"))
+    assert whole.read_bytes() == resumed.read_bytes()
+
+
+def test_a_folder_holds_one_run(tmp_path: Path, base: Path, capsys) -> None:
+    """Other flags, another program, the student itself, a model that was not trained there: nothing
+    changes. A run may be longer."""
     out = tmp_path / "out"
-    asked = ["--out", str(out), *SIZES, *SHAPE, "--tales", "4", "--steps"]
+    begun = ["--target", str(base), *TOLD, "--out", str(out), "--steps"]
 
-    def refused(run: Any, flags: list[str]) -> str:
-        before = {file.name: file.read_bytes() for file in out.iterdir()}
-        assert run(flags) == 2
-        assert before == {file.name: file.read_bytes() for file in out.iterdir()}
-        return capsys.readouterr().err.splitlines()[-1]
+    def refused(program, flags: list[str], says: str, folder: Path = out) -> None:
+        before = {file.name: file.read_bytes() for file in folder.iterdir()}
+        assert program.main([*flags, "--out", str(folder)]) == 2
+        assert before == {file.name: file.read_bytes() for file in folder.iterdir()}
+        assert says in capsys.readouterr().err.splitlines()[-1]
 
-    assert distill.main(["--target", str(base), *asked, "2"]) == 0
-    assert capsys.readouterr().err.startswith("before")
-    assert "--target" in refused(distill.main, ["--target", other, *asked, "2"])
-    start = ["--target", str(base), "--from", str(base), "--out", str(out)]
-    assert "run with another --from (None)" in refused(distill.main, start)
-    for source in ("--target", "--from"):
-        assert "which is read" in refused(distill.main, [source, str(out), "--out", str(out)])
-    head = ["--target", str(base), "--length", "24", "--batch", "2", "--out", str(out)]
-    assert "run with another program (python -m train.distill)" in refused(eagle.main, head)
-    with alone_in(out):
-        again = ["--target", str(base), *asked, "3"]
-        assert "written by another program" in refused(distill.main, again)
-    assert "another --seed (1)" in refused(distill.main, [*again, "--seed", "7"])
-    assert distill.main(again) == 0
-    (out / distill.RUN).unlink()  # of an older run
-    assert "another shape" in refused(distill.main, ["--target", other, *asked, "4"])
+    assert distill.main([*begun, "2"]) == 0
+    refused(distill, [*begun, "3", "--seed", "7"], "seed is 1, here 7")
+    refused(distill, ["--target", str(out)], f"target is {base}, here {out}")
+    refused(eagle, ["--target", str(base), *HEAD], "something else than this run")
+    for program in (distill, eagle):
+        refused(program, ["--target", str(base)], "target is not there", base)
+    assert distill.main([*begun, "3"]) == 0
+    assert json.loads((out / FLAGS).read_text())["steps"] == "3"
 
 
 # ---- The pair in this repository -----------------------------------------------------------------

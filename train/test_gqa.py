@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from checkpoint.config import Config
-from conftest import SMALL
 from kvcache import KVCache
+from testing.models import SMALL
 from train.distill import new_model
 from train.gqa import cache_bytes, merge_heads
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from checkpoint.formats import Quantization
-from conftest import write_model
 from kvcache import KVCache, KVSpec
 from model import Llama
 from quant import WIDTHS
+from testing.folders import write_model
 from train import quantize
 from train.calibrate import size
 from train.perplexity import Recipe, perplexity, table

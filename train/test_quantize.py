@@ -12,11 +12,12 @@ from safetensors.torch import load_file, save_file
 import quant
 from checkpoint.config import Config
 from checkpoint.formats import Quantization
-from conftest import check_refusals, largest_file, write_model
 from errors import UserError
 from kvcache import KVCache
 from model import Llama
 from quant import FORMATS
+from testing.folders import write_model
+from testing.programs import check_refusals, largest_file
 from tokenizer import Tokenizer
 from train import calibrate, quantize
 
@@ -349,7 +350,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_work(base, tmp_pa
 
 
 def test_a_full_disk_is_one_line(base, tmp_path, capsys):
-    with largest_file(1000):
+    with largest_file(20_000):
         assert run(base, "--out", tmp_path / "out") == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "model.safetensors cannot be written" in err

@@ -1,0 +1,341 @@
+"""Whatever drafts, and however it is verified, stored, preempted and masked: outputs follow the
+target's distribution. Both are enumerated. Planted bugs change what is enumerated."""
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import grammar as grammar_page
+from batcher import Batcher
+from checkpoint.formats import Quantization
+from conftest import examples
+from drafters import ModelDrafter, SelfDrafter
+from eagle import EagleDrafter
+from grammar import GrammarState, Masks
+from kernels import Ops
+from kvcache import Cache, KVCache, KVSpec
+from museum import planted
+from paged import PagedCache
+from proof import Toy, Walk, distance, enumerate_law
+from runner import ModelRunner
+from settings import SETTINGS
+from speculative import Drawing, Round, likelihood_ratio, pick_residual, verify, verify_block
+from testing.heads import random_head
+from testing.models import random_llama
+from testing.toys import (
+    COPY,
+    DRAFT,
+    END,
+    KINDS,
+    RULED,
+    TARGET,
+    FourTokens,
+    Kind,
+    grammars,
+    laws_of,
+    new_tokens,
+    play,
+    toy_runner,
+)
+
+needs_llguidance = pytest.mark.skipif(not find_spec("llguidance"), reason="needs llguidance")
+FEW = (0, 1, 2, -2, -1)  # of the kinds
+PLAIN = [kind._replace(gamma=0) for kind in KINDS[:3]]
+WAYS = [  # the kinds of rows side by side, and how they are made
+    (KINDS, dict(where="own")),
+    (KINDS, dict(where="own", by_token=True)),
+    (KINDS, dict(where="n-grams")),
+    (KINDS, dict(where="last token")),
+    *(
+        ([KINDS[i] for i in FEW], dict(draft=COPY, where=where, by_token=by_token))
+        for where in ("contiguous", "paged")
+        for by_token in (False, True)
+    ),
+    (PLAIN, dict(where="nothing", multi_step=2)),
+    (PLAIN, dict(where="nothing", multi_step=3)),
+]
+RULED_WAYS = [
+    (RULED, dict(where="own")),
+    *(([RULED[i] for i in FEW], dict(where=where)) for where in ("contiguous", "paged", "n-grams")),
+]
+
+
+def shorter(kinds: list[Kind]) -> list[Kind]:
+    return [kind._replace(gamma=min(kind.gamma, 1), max_tokens=3) for kind in kinds]
+
+
+def check(kinds: list[Kind], target=TARGET, **how) -> None:
+    for kind, law in zip(kinds, laws_of(kinds, target=target, **how), strict=True):
+        assert sum(law.values()) == pytest.approx(1, abs=1e-12)
+        assert distance(law, kind.law(target)) < 1e-12, kind
+
+
+@pytest.mark.parametrize("kinds, how", WAYS, ids=range(len(WAYS)))
+def test_outputs_follow_the_targets_distribution(kinds, how):
+    check(kinds, **how)
+
+
+def test_coupled_outputs_follow_it():
+    """The target picks, whatever is drafted."""
+    check(shorter(KINDS[1:10:2]), coupled=True)
+
+
+def test_every_setting_has_a_kind():
+    assert SETTINGS.keys() == {name for kind in KINDS for name in kind.settings}
+
+
+def check_ruled(kinds: list[Kind], **how) -> None:
+    check(kinds, FourTokens(seed=1), draft=FourTokens(seed=2), grammars=grammars(), **how)
+
+
+@needs_llguidance
+@pytest.mark.parametrize("kinds, how", RULED_WAYS, ids=range(len(RULED_WAYS)))
+def test_outputs_follow_it_over_what_a_grammar_allows(kinds, how):
+    check_ruled(kinds, **how)
+
+
+@needs_llguidance
+def test_coupled_outputs_follow_it_with_masks_that_are_filled_one_by_one(monkeypatch):
+    """As if all were slow, and none of them too slow."""
+    monkeypatch.setattr(grammars(), "is_slow", True)
+    monkeypatch.setattr(grammar_page, "SLOW_STEP", -1.0)
+    monkeypatch.setattr(grammar_page, "SLOW_MASK", torch.inf)
+    check_ruled(shorter(RULED[:3]), coupled=True)
+
+
+def small_runner(n: int, make_coin, draft) -> ModelRunner:
+    """Its pool is so small that requests are preempted, and read again."""
+    spec = KVSpec(1, 1, 1, dtype=torch.float64)
+    blocks = max(3, n // 2)
+    cache = PagedCache(spec, blocks, 2)
+    drafter = SelfDrafter(draft, cache)
+    if draft is DRAFT:
+        drafter = ModelDrafter(draft, PagedCache(spec, 2 * blocks, 1))
+    return ModelRunner(TARGET, cache, Drawing(3, make_coin=make_coin), drafter=drafter)
+
+
+@pytest.mark.parametrize("draft", [DRAFT, COPY], ids=["own cache", "the target's"])
+def test_preempted_outputs_follow_it(draft):
+    num_preemptions = []
+
+    def serve(runner: ModelRunner, requests: list) -> None:
+        list(Batcher(runner, max(2, len(requests))).run(requests))
+        num_preemptions.extend(request.num_preemptions for request in requests)
+
+    kinds = [Kind((1,), 2, 4, (1,)), Kind((0, 2), 1, 4, (0,)), Kind((2, 1), 3, 3, (1,))]
+    laws = laws_of(kinds, small_runner, serve, width=64, draft=draft)
+    for kind, law in zip(kinds, laws, strict=True):
+        assert distance(law, kind.law()) < 1e-12
+    assert sum(num_preemptions) > 10
+
+
+@pytest.mark.parametrize(
+    "draft, bits, coupled",
+    [("head", 16, False), ("head", 16, True), ("head", 4, False), ("model", 4, False)],
+)
+def test_outputs_of_a_llama_follow_it(draft, bits, coupled):
+    """Of 3 tokens, with an EAGLE head and with a rounded draft."""
+    shape = dict(vocab_size=3, num_hidden_layers=2, max_position_embeddings=8, eos_token_ids=())
+    target = random_llama(4, ops=Ops(), **shape)
+    head = random_head(target, drafted=(0, 2), bits=bits).pack_weights()
+    small = random_llama(5, ops=Ops(), quantization=Quantization(4), **shape)
+
+    def runner_of(n: int, make_coin) -> ModelRunner:
+        cache = KVCache(target.kv_spec(draft_layers=1), 8, n)
+        drafter = EagleDrafter(head, cache)
+        if draft == "model":
+            drafter = ModelDrafter(small, KVCache(small.kv_spec(), 8, n))
+        return ModelRunner(target, cache, Drawing(3, coupled, make_coin), drafter=drafter)
+
+    kinds = [
+        Kind((2,), 2, 3, (2,)),
+        Kind((1, 1), 0, 2),
+        Kind((0,), 2, 3, (), dict(temperature=0.5)),
+        Kind((1, 2), 2, 3, (1,), dict(top_p=0.6)),
+        Kind((1, 0), 2, 3, (), dict(temperature=0.0)),
+    ]
+    for kind, law in zip(kinds, laws_of(kinds, runner_of), strict=True):
+        assert distance(law, kind.law(target)) < 1e-12
+
+
+# ---- Any models, and any grammar
+
+
+@examples(8)
+@given(
+    st.integers(0, 10**6),
+    st.integers(0, 10**6),
+    st.integers(1, 3),
+    st.sampled_from([(), (0,), (1, 2)]),
+)
+def test_outputs_follow_any_target_with_any_draft(target, draft, gamma, ends):
+    """Their tables have zeros, ties and one-hots (proof.Toy)."""
+    target = Toy(longest=4, seed=target)
+    kind = Kind((2,), gamma, 3, ends=ends)
+    check([kind], target, draft=Toy(longest=4, seed=draft))
+
+
+@needs_llguidance
+@examples(6)
+@given(
+    st.from_regex(r"\A([ab][*?+]?|\([ab]\|[ab]{2}\)[*?]?){1,3}\Z"),
+    st.integers(1, 3),
+    st.sampled_from([{}, dict(top_k=2), dict(top_p=0.5), dict(temperature=0.3, min_p=0.2)]),
+)
+def test_outputs_follow_any_regex(regex, gamma, more):
+    kind = Kind((2,), gamma, 3, ends=(END,), settings=dict(regex=regex, **more))
+    check_ruled([kind])
+
+
+def test_rows_are_independent():
+    """The joint law of two texts of a batch is the product of the target's own laws."""
+    kinds = [Kind((1,), 2, 3, (0,)), Kind((2, 0), 1, 2)]
+
+    def run(walk: Walk, n: int) -> list:
+        requests = [kinds[seed % 2].request(seed) for seed in range(2 * n)]
+        play(toy_runner(2 * n, make_coin=walk), requests)
+        texts = list(map(new_tokens, requests))
+        return list(zip(texts[::2], texts[1::2]))
+
+    first, second = (kind.law() for kind in kinds)
+    product = {(a, b): p * q for a, p in first.items() for b, q in second.items()}
+    assert len(product) > 50
+    assert distance(enumerate_law(run, group=2, width=512), product) < 1e-12
+
+
+# ---- Planted bugs
+
+RATIO = "p_x / q_x"
+CLAMPED = "residual.clamp(min=0)"
+MASS = "mass = residual.sum(-1, keepdim=True)"
+NORMALIZED = "m / (m + rest)"
+OF_BOTH = {  # a bug -> the function, a piece of it, and what is planted there
+    "accepted with p alone": (likelihood_ratio, RATIO, "p_x"),
+    "dropped because its q was low": (likelihood_ratio, "q_x > 0", "q_x >= 0.3"),
+    "accepted because its q was high": (
+        likelihood_ratio,
+        RATIO,
+        "torch.where(q_x > 0.6, 1, p_x / q_x)",
+    ),
+    "the residual is filtered again": (
+        pick_residual,
+        MASS,
+        f"residual[residual < 0.5 * residual.amax(-1, keepdim=True)] = 0; {MASS}",
+    ),
+    "the draft is not subtracted": (pick_residual, "p_end - q_end", "p_end"),
+    "the residual is not clamped": (pick_residual, CLAMPED, "residual.abs()"),
+}
+BY_TOKEN = {
+    "only the drafted token is removed": (
+        pick_residual,
+        CLAMPED,
+        "torch.where((q_end > 0) & (q_end == q_end.amax(-1, keepdim=True)), 0, p_end)",
+    ),
+    "no bonus: the last distribution once more": (
+        pick_residual,
+        "p[rows, accepted]",
+        "p[rows, accepted - 1 * (q[rows, accepted].sum(-1) == 0)]",
+    ),
+    "the last draft that stands, as in a block": (
+        verify,
+        "count_leading(stands)",
+        "count_to_last(stands)",
+    ),
+}
+AS_BLOCK = {
+    "weights without their cap": (verify_block, "weight.clamp(max=1)", "weight"),
+    "the residual is not weighted": (verify_block, "pick_residual(weighted", "pick_residual(p"),
+    "the residual of the draft before": (
+        pick_residual,
+        "q[rows, accepted]",
+        "q[rows, accepted - 1]",
+    ),
+    "the mass without weights": (verify_block, "weighted - q", "p - q"),
+    "the weight of the draft before": (
+        verify_block,
+        "pick_residual(weighted",
+        "pick_residual(torch.cat((w[:, :1], w[:, :-1]), 1)[..., None] * p",
+    ),
+    "the wrong normalizer": (verify_block, NORMALIZED, "m / (m + 1)"),
+    "the sum of the draft before": (verify_block, NORMALIZED, "m.roll(1, 1) / (m + rest)"),
+    "accepted with its weight": (verify_block, NORMALIZED, "w"),
+    "up to the first that does not stand": (
+        verify_block,
+        "count_to_last(stands)",
+        "count_leading(stands)",
+    ),
+}
+CACHES = {
+    "one token short": (Cache.commit, "len(tokens) - 1)", "len(tokens) - 2)"),
+    "a rejected draft stays": (Cache.commit, "len(tokens) - 1)", "len(tokens))"),
+}
+APPLIED = "return forbid(logits, masked, self.bits[masks])"
+MASKED = "logits = self.masks.apply(logits, rows, depth)"
+MASKS = {
+    "the mask of the wrong row": (Masks.apply, "seen[b] += 1", "pass"),
+    "the bonus is not masked": (
+        Masks._fill,
+        "for b in texts:",
+        "for b in texts if depth in (0, *range(len(self.bits) // len(self.states) - 1)) else ():",
+    ),
+    "only drafts are masked": (
+        Masks.apply,
+        APPLIED,
+        f"{APPLIED} if len({{*texts}}) == len(texts) else logits",
+    ),
+    "drafts are not taken back": (
+        GrammarState.settle,
+        "not self.matcher.rollback(self.num_drafts)",
+        "False",
+    ),
+    "the end of an output is taken back, too": (
+        GrammarState.push,
+        "self.is_lost = True",
+        "self.is_lost = True; self.num_drafts += is_end",
+    ),
+    "filters before the mask": (
+        Round.probabilities,
+        MASKED,
+        f"logits = self.ops.probabilities(logits, **settings).log(); settings = {{}}; {MASKED}",
+    ),
+}
+
+
+def error_of(kinds: list[Kind], target=TARGET, **how) -> float:
+    """How far these distributions are from the target's; 1 if it falls apart before."""
+    try:
+        laws = laws_of(kinds, target=target, **how)
+    except (AssertionError, LookupError, RuntimeError, ValueError):  # `play` or a cache sees it
+        return 1.0
+    return max(distance(law, kind.law(target)) for kind, law in zip(kinds, laws, strict=True))
+
+
+def check_caught(bugs: dict[str, tuple], kinds: list[Kind], **how) -> None:
+    assert error_of(kinds, **how) < 1e-12
+    for bug, (function, right, wrong) in bugs.items():
+        with planted(function, right, wrong):
+            assert error_of(kinds, **how) > 1e-3, bug
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+def test_enumeration_catches_every_planted_verify(by_token):
+    bugs = OF_BOTH | (BY_TOKEN if by_token else AS_BLOCK)
+    check_caught(bugs, [Kind((2,), 2, 3)], by_token=by_token)
+
+
+def test_enumeration_catches_caches_that_are_wrong():
+    check_caught(CACHES, [Kind((0,), 1, 3)])
+
+
+@needs_llguidance
+@pytest.mark.slow
+def test_enumeration_catches_masks_that_are_wrong():
+    kinds = [
+        Kind((1,), 2, 4, (END,), dict(regex="(ab?)*", top_k=2)),
+        Kind((1,), 2, 3, (END,), dict(regex="a?b?a?b?")),
+    ]
+    toys = dict(target=FourTokens(seed=1), draft=FourTokens(seed=2))
+    check_caught(MASKS, kinds, **toys, grammars=grammars())

@@ -1,0 +1,1 @@
+"""What the tests share: toys, models, folders, programs, a client."""
