@@ -19,8 +19,9 @@ from batcher import RETRY_AFTER, Batcher
 from conftest import examples
 from drafters import NgramDrafter
 from errors import UserError
-from generate import Engine, Model, load_draft
+from generate import Engine
 from kvcache import Cache, KVCache
+from loading import Model, load_draft
 from model import Llama
 from quant import Bits
 from request import OutputStream, Request, Settings

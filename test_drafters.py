@@ -11,9 +11,10 @@ from torch import Tensor
 
 from checkpoint.config import Config
 from drafters import ModelDrafter, NgramDrafter, SelfDrafter
-from generate import Draft, Engine, Model, load_draft
+from generate import Engine
 from kernels import Ops
 from kvcache import CacheFull, KVCache, KVSpec
+from loading import Draft, Model, load_draft
 from model import Llama
 from paged import PagedCache
 from proof import Toy

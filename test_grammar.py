@@ -18,8 +18,9 @@ from batcher import Batcher
 from conftest import examples
 from drafters import ModelDrafter, NgramDrafter
 from errors import UserError
-from generate import Engine, Model, generate, load_draft
+from generate import Engine, generate
 from kvcache import KVCache
+from loading import Model, load_draft
 from request import OutputStream, Request, Settings
 from runner import ModelRunner
 from speculative import Drawing, Round

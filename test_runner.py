@@ -14,9 +14,10 @@ import runner as runner_page
 from drafters import ModelDrafter, NgramDrafter, SelfDrafter
 from errors import UserError
 from gamma import MEASURED, PLAIN, TRIAL
-from generate import Engine, Model, load_draft
+from generate import Engine
 from kernels import Ops, live_graphs
 from kvcache import KVCache, KVSpec
+from loading import Model, load_draft
 from paged import PagedCache
 from parallel import Group
 from proof import Toy

@@ -28,7 +28,8 @@ from checks import require
 from checkpoint.formats import Quantization
 from checkpoint.hub import find_model
 from cpu import native
-from generate import Engine, Model, load_draft
+from generate import Engine
+from loading import Model, load_draft
 from measure.effort import OPENINGS
 from measure.machine import instruction_set, results_file
 from measure.serving import random_request, serve_at_once

@@ -41,7 +41,7 @@ from app.tools import (
 )
 from checkpoint.files import parse_json
 from errors import TooManyTokens, UserError, brief
-from generate import Model
+from loading import Model
 from request import Message, OutputStream, Result, Settings
 from sampling import TokenLogprob
 from serve import Update

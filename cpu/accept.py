@@ -161,6 +161,7 @@ def main(file: str | Path = RECORD) -> None:
 
 
 if __name__ == "__main__":
-    from generate import Model, generate
+    from generate import generate
+    from loading import Model
 
     main(*sys.argv[1:])

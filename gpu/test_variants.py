@@ -26,10 +26,11 @@ from checkpoint.formats import Quantization
 from checkpoint.load import fill_model
 from drafters import ModelDrafter, SelfDrafter
 from flash import Flash
-from generate import Draft, Engine, Model
+from generate import Engine
 from gpu import GPU, graphs
 from kernels import Ops
 from kvcache import KVCache
+from loading import Draft, Model
 from model import Llama
 from paged import PagedCache
 from quant import Kind

@@ -21,7 +21,7 @@ import torch
 
 from checkpoint.files import parse_json, read_bounded
 from errors import UserError
-from generate import Draft, Model, load_draft
+from loading import Draft, Model, load_draft
 from measure.effort import Effort
 from measure.serving import engine_for, serve_at_once
 from measure.steps import WIDTHS, label

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from batcher import Batcher
-from generate import Model
+from loading import Model
 from measure.clock import seconds_of
 from measure.effort import SENTENCES, Effort
 from measure.serving import engine_for

@@ -34,8 +34,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from generate import Model, load_draft
 from kernels import Ops, ops_for
+from loading import Model, load_draft
 from measure.effort import SENTENCES
 from measure.gpu_parts import (
     HEAD_NORMS,
