@@ -238,7 +238,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from generate import Engine, Model
+    from generate import Engine
+    from loading import Model
     from request import Settings
 
     main()

@@ -40,16 +40,17 @@ import torch
 from torch import Tensor
 
 from checkpoint.weights import Weights
-from drafters import BorrowingDrafter, Chain, Observed, pack_tokens
-from kernels import Linear, Ops
+from drafters import Chain, SelfDrafter, pack_tokens
+from kernels import Linear, Ops, send
 from kvcache import AttentionMetadata, Cache
-from model import Llama
+from model import Features, Llama
 from quant import Quantized
 from request import Request
 from speculative import Round
 
 if TYPE_CHECKING:
     from checkpoint.eagle import EagleConfig
+    from runner import ScheduledRequest
 
 # ---- The head ------------------------------------------------------------------------------------
 
@@ -185,8 +186,8 @@ class EagleHead(Weights):
 # ---- The drafter ---------------------------------------------------------------------------------
 
 
-class HeadChain:
-    """A head drafts (`drafters.Chain`). `rows` are here those of the round, a request each."""
+class HeadChain(Chain):
+    """A head drafts. `rows` are here those of the round, a request each."""
 
     def __init__(self, head: EagleHead, cache: Cache, round: Round, newest: Tensor):
         """newest: z of the requests that want drafts, [R, C]."""
@@ -223,37 +224,47 @@ class HeadChain:
         self.rows = rows
 
 
-class EagleDrafter(BorrowingDrafter):
+class EagleDrafter(SelfDrafter):
     """A head in the target's cache. It keeps the newest row of each text, to draft from."""
 
     def __init__(self, head: EagleHead, cache: Cache):
         super().__init__(head, cache)
         self.feature_layers = head.feature_layers
-        self.newest: dict[Request, Tensor] = {}  # z of its newest row, [C]
+        self.newest: dict[Request, Tensor] = {}  # z of the newest row, [C]
 
-    def close(self, request: Request) -> None:
-        self.newest.pop(request, None)
-
-    def max_drafts(self, request: Request, wanted: int) -> int:
+    def most(self, request: Request, wanted: int) -> int:
         """No drafts without the newest row. Where the target lacks more than the last token, after
         a preemption, it reads all but that one first, which makes the row."""
         num_unread = len(request.tokens) - self.cache.length(request.seq)
         will_have_row = request in self.newest or num_unread > 1
-        return super().max_drafts(request, wanted) if will_have_row else 0
-
-    def observe(self, observed: Sequence[Observed], features: Tensor) -> None:
-        """Make the rows for the tokens that the target has read."""
-        pieces = []
-        spans = []
-        for request, start, following in observed:
-            pieces.append(following)
-            spans.append((request.seq, start, start + len(following)))
-        tokens, last = pack_tokens(pieces, self.model.device)
-        f = self.model.combine(features)
-        z = self.model.rows(f, tokens, self.cache.metadata(spans))
-        for (request, *_), newest in zip(observed, z[last]):
-            self.newest[request] = newest
+        return super().most(request, wanted) if will_have_row else 0
 
     def chain(self, round: Round) -> Chain:
         newest = [self.newest[round.requests[b]] for b in round.drafting()]
         return HeadChain(self.model, self.cache, round, newest=torch.stack(newest))
+
+    @torch.inference_mode()
+    def learn(self, scheduled: Sequence[ScheduledRequest], features: Features) -> None:
+        """Make the rows for the tokens that the target has read, and that stay in the texts."""
+        requests = []
+        pieces = []  # the tokens that follow them
+        spans = []
+        kept: list[int] = []  # their rows of the pass
+        for item in scheduled:
+            text = item.request.tokens
+            stop = min(item.start + item.num_new_tokens, len(text) - 1)
+            if stop > item.start:  # else it was a prompt of one token, and none was to be made
+                requests.append(item.request)
+                pieces.append(text[item.start + 1 : stop + 1])
+                spans.append((item.request.seq, item.start, stop))
+                kept += item.tokens[: stop - item.start]
+        if not requests:
+            return
+        device = self.model.device
+        tokens, last = pack_tokens(pieces, device)
+        f = self.model.combine(features.values[send(kept, device)])
+        z = self.model.rows(f, tokens, self.cache.metadata(spans))
+        self.newest.update(zip(requests, z[last]))
+
+    def close(self, request: Request) -> None:
+        self.newest.pop(request, None)

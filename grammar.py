@@ -396,6 +396,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from generate import Model
+    from loading import Model
 
     main()

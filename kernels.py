@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from drafters import Chain
     from kvcache import AttentionMetadata, Cache
     from model import Features, Llama, Rope
-    from speculative import Coin, Proposal, Round
+    from speculative import Coin, Proposal, Round, Verify
 
 BACKENDS = {"cpu": ("cpu",), "cuda": ("gpu", "flash")}  # the fastest first
 DEQUANTIZED_TILE = 1 << 21  # weights that `linear` dequantizes at a time
@@ -287,10 +287,10 @@ class Ops:
         return sampling.pick(probs, streams)
 
     def verify_block(
-        self, p: Tensor, q: Tensor, drafted: Tensor, coin: Coin
-    ) -> tuple[Tensor, Tensor] | None:
-        """What speculative.verify_block returns, in one call; None if this backend cannot."""
-        return None
+        self, plain: Verify, p: Tensor, q: Tensor, drafted: Tensor, coin: Coin
+    ) -> tuple[Tensor, Tensor]:
+        """plain: speculative.verify_block, which says what this returns."""
+        return plain(p, q, drafted, coin)
 
     # ---- What a backend may do in one call
 
@@ -305,9 +305,9 @@ class Ops:
         """A forward pass of a model, or of an EAGLE head, as their own `forward` computes it."""
         return llama.forward(inputs, metadata, logits_indices, features)
 
-    def chain(self, chain: Chain, round: Round) -> Proposal | None:
-        """What drafters.draft returns, in one call; None if this backend cannot."""
-        return None
+    def chain(self, chain: Chain, round: Round) -> Proposal:
+        """All drafts of a round, as `Chain.one_by_one` makes them (drafters.py)."""
+        return chain.one_by_one(round)
 
     def warm_up(self, llama: Llama, cache: Cache, vocab_size: int) -> None:
         """Compile now the kernels that steps of many texts will launch. vocab_size: the number of

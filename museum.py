@@ -48,7 +48,7 @@ from typing import Any, NamedTuple
 import torch
 
 from batcher import Batcher
-from drafters import ModelDrafter, draft
+from drafters import Chain, ModelDrafter
 from grammar import Grammars, GrammarState
 from kernels import Ops
 from kvcache import AttentionMetadata, KVSpec, SequenceSlice, Store, pack_metadata
@@ -390,7 +390,7 @@ ROOMS: dict[str, list[Exhibit]] = {
             "vllm-project/vllm#41044",
             "q lies in the row of another text, once the batch has another order",
             "p / q compared two texts",
-            draft,
+            Chain.one_by_one,
             "proposal.q[rows, j] = q",
             "proposal.q[: len(rows), j] = q",
             law_by_enumeration,

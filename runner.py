@@ -31,11 +31,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from drafters import Drafter, Observed, chain_in_cache, fastest_draft
+from drafters import Drafter, SelfDrafter
 from gamma import AutoGamma
 from grammar import Grammars, GrammarState
 from kernels import live_graphs, send
-from kvcache import Cache, CacheFull
+from kvcache import Cache
 from model import Features, Llama
 from request import Request, RoundStats, Speculation
 from sampling import NotFinite, TokenLogprob, check_finite, check_tokens, token_logprobs
@@ -66,6 +66,11 @@ class ScheduledRequest(NamedTuple):
     def stop(self) -> int:
         """Tokens of its text that the target has read after the step."""
         return self.start + self.num_tokens
+
+    @property
+    def num_made(self) -> int:
+        """Tokens by which the step has made the text longer."""
+        return len(self.request.tokens) - self.stop if self.samples else 0
 
     @property
     def prompt_positions(self) -> range:
@@ -133,19 +138,13 @@ class ModelRunner:
     # ---- Requests
 
     def open(self, request: Request) -> None:
-        """Open a request for the drafter, and in the target's cache. CacheFull is raised before
-        anything has changed."""
-        self.drafter.open(request)
+        """Open a request in the target's cache. CacheFull is raised before anything has changed."""
         known = request.tokens
         if request.settings.prompt_logprobs is not None:
             # A token that the cache finds is not computed, and gives no logits: so it may find only
             # tokens whose records are there.
             known = known[: len(request.prompt_logprobs) + 1]
-        try:
-            request.seq, _ = self.cache.open(known)
-        except CacheFull:
-            self.drafter.close(request)
-            raise
+        request.seq, _ = self.cache.open(known)
         if request.settings.follows is not None:
             try:
                 self._open_grammar(request)
@@ -215,7 +214,7 @@ class ModelRunner:
         if wanted is None:  # a fixed γ ignores `room`: it must not depend on the texts beside it
             wanted = min(self.next_gamma, max(0, room))
         wanted = min(wanted, most)
-        return self.drafter.max_drafts(request, wanted) if wanted > 0 else 0
+        return self.drafter.most(request, wanted) if wanted > 0 else 0
 
     def fits(self, scheduled: Sequence[ScheduledRequest]) -> bool:
         """Whether both caches have room for a step."""
@@ -243,7 +242,6 @@ class ModelRunner:
         is_typical = self._is_typical(scheduled)
         num_graphs = len(live_graphs)
         start = time.perf_counter()
-        self.drafter.prepare(scheduled)
         features = None
         if self.drafter.feature_layers:
             T = scheduled[-1].tokens.stop
@@ -251,37 +249,31 @@ class ModelRunner:
         round_tokens, logits = self._run(scheduled, rounds, features)
         logprobs = self._logprobs(rounds, round_tokens, logits)
         self._record_prompts(scheduled, logits)
-        if features is not None:
-            self._observe(scheduled, round_tokens, features)
-        if self.has_drafter and rounds:
-            seconds = time.perf_counter() - start  # `_run` has waited for the device
-            if len(live_graphs) > num_graphs:  # this step recorded what later ones replay
-                is_typical = False
-            self._choose_gamma(rounds, round_tokens, seconds, is_typical)
         new_tokens = {}
         for item, new, records in zip(rounds, round_tokens, logprobs):
             stats = RoundStats(item.num_drafts, len(new) - 1, len(rounds))
             new = self._finish(item.request, new, stats)
             item.request.logprobs += records[: len(new)]
             new_tokens[item.request] = new
+        self.drafter.learn(scheduled, features)
         for item in scheduled:
-            num_new = len(new_tokens.get(item.request, ()))
-            self.cache.commit(item.request.seq, item.request.tokens, num_new)
+            self.cache.commit(item.request.seq, item.request.tokens, item.num_made)
+        if self.has_drafter and rounds:
+            seconds = time.perf_counter() - start  # `_run` has waited for the device
+            if len(live_graphs) > num_graphs:  # this step recorded what later ones replay
+                is_typical = False
+            self._choose_gamma(rounds, seconds, is_typical)
         return new_tokens
 
     def _choose_gamma(
-        self,
-        rounds: Sequence[ScheduledRequest],
-        round_tokens: Sequence[list[int]],
-        seconds: float,
-        is_typical: bool,
+        self, rounds: Sequence[ScheduledRequest], seconds: float, is_typical: bool
     ) -> None:
         """Choose γ of the next step, from what this one took and made."""
         # All processes must choose the same.
         nanoseconds, is_typical = self.target.group.agree([int(1e9 * seconds), is_typical])
         if is_typical:
             num_drafts = [item.num_drafts for item in rounds]
-            num_accepted = [len(new) - 1 for new in round_tokens]
+            num_accepted = [item.request.rounds[-1].num_accepted for item in rounds]
             self.auto_gamma.observe(num_drafts, num_accepted, 1e-9 * nanoseconds)
         self.next_gamma = self.auto_gamma.choose(len(rounds))
 
@@ -428,25 +420,6 @@ class ModelRunner:
                 # They may be there already: after a preemption, or from a sibling.
                 request.prompt_logprobs[positions.start : positions.stop] = records
 
-    def _observe(
-        self,
-        scheduled: Sequence[ScheduledRequest],
-        round_tokens: Sequence[list[int]],
-        features: Features,
-    ) -> None:
-        """Show the drafter the features of the tokens that stay in the texts: the pending ones and
-        the accepted drafts."""
-        made = iter(round_tokens)
-        observed = []
-        kept: list[int] = []  # their rows of the pass
-        for item in scheduled:
-            new = next(made) if item.samples else []
-            count = item.num_tokens + max(0, len(new) - 1)
-            text = item.request.tokens[item.start :] + new  # from position `start` on
-            observed.append(Observed(item.request, item.start, text[1 : count + 1]))
-            kept += item.tokens[:count]
-        self.drafter.observe(observed, features.values[send(kept, self.target.device)])
-
     def _finish(self, request: Request, new: list[int], stats: RoundStats) -> list[int]:
         """Append what a round made to the text, up to an end-of-text. Returns the new tokens."""
         del new[request.num_remaining :]  # max_tokens of 0: one was drawn all the same
@@ -465,7 +438,6 @@ class ModelRunner:
         request.rounds.append(stats)
         if request.grammar_state is not None:
             self._settle_grammar(request, new)
-        self.drafter.commit(request, len(new))
         return new
 
     def _settle_grammar(self, request: Request, new: list[int]) -> None:
@@ -514,6 +486,6 @@ class ModelRunner:
         requests = [item.request for item in rounds]
         coupled = self.drawing._replace(coupled=True)
         round = Round(requests, counts, coupled, target=self.target)
-        chain = chain_in_cache(self.target, self.cache, round)
-        rows = self.target.group.agree(fastest_draft(chain, round).tokens.tolist())
+        proposal = SelfDrafter(self.target, self.cache).chain(round).draft(round)
+        rows = self.target.group.agree(proposal.tokens.tolist())
         return [check_tokens(row[:n]) for n, row in zip(counts, rows)]

@@ -151,7 +151,7 @@ class Checked:
 @dataclass(frozen=True)
 class Settings(Checked):
     """How one text is made. A setting of sampling that is None is the one that the model's makers
-    recommend, and a seed of None is drawn (`generate.Model.complete`)."""
+    recommend, and a seed of None is drawn (`loading.Model.complete`)."""
 
     temperature: float | None = checked(
         None,

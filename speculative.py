@@ -96,6 +96,9 @@ class Coin(Protocol):
     def pick(self, probs: Tensor) -> Tensor: ...
 
 
+Verify = Callable[[Tensor, Tensor, Tensor, Coin], tuple[Tensor, Tensor]]  # as `verify`, below
+
+
 def verify(p: Tensor, q: Tensor, drafted: Tensor, coin: Coin) -> tuple[Tensor, Tensor]:
     """Count the accepted drafts, token by token, and draw the token after them.
 
@@ -308,7 +311,7 @@ class Round:
             return couple(p, drafted, coin)
         if self.drawing.by_token:
             return verify(p, q, drafted, coin)
-        return self.ops.verify_block(p, q, drafted, coin) or verify_block(p, q, drafted, coin)
+        return self.ops.verify_block(verify_block, p, q, drafted, coin)
 
     def probabilities(self, logits: Tensor, rows: Sequence[int], depth: int = 0) -> Tensor:
         """The distributions that are sampled: logits [R, ≥ V] -> float[R, V].

@@ -15,8 +15,9 @@ from torch.testing import assert_close
 from batcher import RETRY_AFTER, Batcher
 from drafters import NgramDrafter
 from errors import UserError
-from generate import Engine, Model, load_draft
+from generate import Engine
 from kvcache import KVCache
+from loading import Model, load_draft
 from paged import PagedCache
 from request import OutputStream, Request, Settings
 from runner import ModelRunner

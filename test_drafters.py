@@ -11,9 +11,10 @@ from torch import Tensor
 
 from checkpoint.config import Config
 from drafters import ModelDrafter, NgramDrafter, SelfDrafter
-from generate import Draft, Engine, Model, load_draft
+from generate import Engine
 from kernels import Ops
 from kvcache import CacheFull, KVCache, KVSpec
+from loading import Draft, Model, load_draft
 from model import Llama
 from paged import PagedCache
 from proof import Toy
@@ -60,21 +61,17 @@ def slow_look_up(text: list[int], count: int, longest: int) -> list[int]:
 def test_ngrams_are_those_of_a_slow_search_while_the_text_grows(text, longest, growth):
     drafter = NgramDrafter(longest)
     request = Request(text, Settings())
-    drafter.open(request)
     for count, new in [(3, [0]), *growth]:
         expected = slow_look_up(request.tokens, count, longest)
         assert drafter.look_up(request, count) == expected
-        assert drafter.max_drafts(request, count) == len(expected)
+        assert drafter.most(request, count) == len(expected)
         request.tokens += new
-        drafter.commit(request, len(new))
 
 
 def test_ngram_proposal_is_a_one_hot_distribution():
     drafter = NgramDrafter()
     requests = [Request([1, 2, 3, 1, 2], Settings(seed=1)), Request([4, 5], Settings(seed=2))]
-    for request in requests:
-        drafter.open(request)
-    assert [drafter.max_drafts(request, 5) for request in requests] == [5, 0]
+    assert [drafter.most(request, 5) for request in requests] == [5, 0]
     drafted, q = drafter.propose(Round(requests, [2, 0], Drawing(6), target=Place()))
     assert drafted.tolist() == [[3, 1], [-1, -1]]
     assert q.sum(-1).tolist() == [[1, 1, 0], [0, 0, 0]]
@@ -107,24 +104,20 @@ def test_a_coupled_round_makes_no_distributions(B):
 
 @pytest.mark.parametrize("blocks", [2, 3])
 def test_model_drafts_fit_or_cannot_be_stored(blocks):
-    """What `fits` says, `propose` and `prepare` do."""
+    """What `fits` says, `propose` does."""
     answers = set()
     for lag, num_drafts in itertools.product(range(1, 5), range(1, 6)):
         request = Request([1] * 4, Settings(1.0, seed=0, max_tokens=9))
         cache = PagedCache(KVSpec(1, 1, 1, dtype=torch.float64), blocks, 2)
         drafter = ModelDrafter(Toy(longest=12, V=1), cache)
-        drafter.open(request)
         if lag < 4:
             read(drafter, request, 4 - lag)
-        assert drafter.length(request) == 4 - lag
+        assert cache.length(drafter.seq_of(request)) == 4 - lag
         fits = drafter.fits([ScheduledRequest(request, 3, 1, num_drafts)])
         assert fits == (3 + num_drafts <= 2 * blocks)
-        assert fits == (drafter.max_drafts(request, num_drafts) == num_drafts)
+        assert fits == (drafter.most(request, num_drafts) == num_drafts)
         answers.add(fits)
-        drafter.budget = 2
-        num_to_read = drafter.num_to_read(ScheduledRequest(request, 3, 1))
-        num_drafts_after = drafter.max_drafts(request, 1)
-        assert (num_to_read, num_drafts_after) == ((0, 1) if lag <= 2 else (2, 0))
+        assert drafter.num_to_read(ScheduledRequest(request, 3, 1)) == 0
         with nullcontext() if fits else pytest.raises(CacheFull):
             drafter.propose(toy_round(request, num_drafts, V=1))
     assert answers == {True, False}
@@ -132,12 +125,10 @@ def test_model_drafts_fit_or_cannot_be_stored(blocks):
         Toy(longest=12, V=1), PagedCache(KVSpec(1, 1, 1, dtype=torch.float64), 1, 2)
     )
     request = Request([1, 1], Settings(1.0, seed=0))
-    drafter.open(request)
     for num_tokens in (2, 3):
         chunk = ScheduledRequest(request, 0, num_tokens, samples=False)
         assert drafter.fits([chunk]) == (num_tokens == 2)
-    drafter.commit(request, 1)  # the text fills the context now
-    assert drafter.max_drafts(request, 3) == 1
+    assert drafter.most(request, 3) == 1
 
 
 def test_q_is_what_was_drawn_from_to_the_bit(monkeypatch):
@@ -154,8 +145,6 @@ def test_q_is_what_was_drawn_from_to_the_bit(monkeypatch):
         for num_drafts in ([2, 2], [1, 2]):
             drafter = ModelDrafter(llama, KVCache(llama.kv_spec(), 20, 2))
             requests = [Request([1, 2], Settings(1.0, seed=i)) for i in range(2)]
-            for request in requests:
-                drafter.open(request)
             drawn.clear()
             round = Round(requests, num_drafts, Drawing(261), target=Place(llama.device, dtype))
             drafted, q = drafter.propose(round)

@@ -17,9 +17,10 @@ from checkpoint.load import load_eagle
 from conftest import examples
 from eagle import EagleDrafter, EagleHead, HeadChain
 from errors import UserError
-from generate import Engine, Model, generate, load_draft
+from generate import Engine, generate
 from kernels import Ops
 from kvcache import Cache, KVCache
+from loading import Model, load_draft
 from model import Llama
 from museum import planted
 from paged import PagedCache

@@ -38,7 +38,7 @@ EDITS = (  # page, function, a text of it, what takes its place, flags of genera
     ("sampling.py", "pick", "argmax(-1)", "argmin(-1)", ""),
     ("sampling.py", "exponential", "return -u", "return u", ""),
     ("sampling.py", "MIX1", "MIX1 = ", "MIX1 = 2 + ", ""),
-    ("drafters.py", "draft", "] = picked", "] = 5", DRAFT),
+    ("drafters.py", "Chain.one_by_one", "] = picked", "] = 5", DRAFT),
     ("drafters.py", "ModelChain.logits", "return self.model", "return -self.model", DRAFT),
     ("speculative.py", "Round.pick_drafts", "return q, picked", "return q, 0 * picked", DRAFT),
     ("speculative.py", "verify_block", "m = residual.sum(-1)", "m = 1 + residual.sum(-1)", DRAFT),

@@ -17,14 +17,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import generate as page
+import loading
 from checkpoint.formats import Quantization
 from checkpoint.hub import find_model
 from checkpoint.weights import weight_bytes
 from errors import UserError
-from generate import DRAFTS, Draft, Engine, Model, generate, load_draft, plain_loop, stream
+from generate import Engine, generate, plain_loop, stream
 from grammar import Grammars
 from kernels import Ops
 from kvcache import CacheFull
+from loading import DRAFTS, Draft, Model, load_draft
 from model import Llama
 from quant import nf4, widths
 from request import OutputStream, Request, Settings
@@ -581,7 +583,7 @@ def test_blocks_are_as_many_as_can_be_needed_or_as_memory_holds(model, monkeypat
     spec = model.llama.kv_spec(widths(8))
     assert [cache.max_len for cache in low.caches] == [50, 40]
     assert [cache.bytes for cache in low.caches] == [spec.bytes(16 * 9)] * 2
-    monkeypatch.setattr(page, "free_memory", lambda device: 15 * token)
+    monkeypatch.setattr(loading, "free_memory", lambda device: 15 * token)
     for bits in (16, 8):
         limit = model.llama.kv_spec(widths(bits)).tokens_in(12 * token)
         assert limit == model.max_total_tokens(Options(kv_bits=bits)) < 96

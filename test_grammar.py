@@ -17,7 +17,8 @@ from batcher import Batcher
 from conftest import examples
 from drafters import ModelDrafter, NgramDrafter
 from errors import UserError
-from generate import Engine, Model, generate, load_draft
+from generate import Engine, generate
+from loading import Model, load_draft
 from request import OutputStream, Request, Settings
 from runner import ModelRunner
 from speculative import Drawing, Round
@@ -193,7 +194,6 @@ def test_ngrams_draft_what_the_grammar_forces(model):
 def test_ngrams_draft_only_what_the_grammar_allows():
     drafter = NgramDrafter()
     request = Request([0, 1, 0], Settings())
-    drafter.open(request)
     for regex, drafts in (("[ab]*", [1, 0, 1]), ("[ab]a*", [1, 0]), ("a*", [])):
         compiled = GRAMMARS.compile(Grammar("regex", regex))
         request.grammar_state = GrammarState(GRAMMARS, compiled, [])

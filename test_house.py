@@ -15,15 +15,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from generate import Engine, Model, load_draft
+from generate import Engine
+from loading import Model, load_draft
 from request import Request, Settings
 from settings import Options
 from testing.pages import PAGES, ROOT, nodes, size, tree
 
 ORDER = (
     "errors settings sampling quant parallel kernels edits flash kvcache paged model tokenizer "
-    "bounds grammar request speculative drafters eagle gamma runner batcher proof generate serve "
-    "museum exercise"
+    "bounds grammar request speculative drafters eagle gamma runner batcher proof loading generate "
+    "serve museum exercise"
 ).split()  # the root's: a page imports pages before it
 ENGINE = (
     "generate model kernels kvcache sampling tokenizer request paged speculative drafters "
@@ -37,7 +38,7 @@ WINGS = {  # the pages of checkpoint/ that a page of the root may import
     },
     "eagle": {"checkpoint.weights"},
     "exercise": {"app.shell"},
-    "generate": {f"checkpoint.{page}" for page in "eagle generation hub load".split()},
+    "loading": {f"checkpoint.{page}" for page in "eagle generation hub load".split()},
 }
 BACKEND = {*ORDER[: ORDER.index("paged")], "speculative", "drafters", "eagle"} - {"flash"}
 MAY_IMPORT = {

@@ -29,8 +29,9 @@ from checkpoint.layouts import load_quantization
 from checkpoint.weights import weight_bytes
 from conftest import examples
 from errors import UserError
-from generate import Engine, Model, check_draft, load_draft
+from generate import Engine
 from kvcache import KVCache, KVSpec
+from loading import Model, check_draft, load_draft
 from model import Llama
 from parallel import group_for, num_processes, shard_tensor
 from request import Settings

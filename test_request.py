@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from generate import Model
+from loading import Model
 from request import (
     OutputStream,
     Request,

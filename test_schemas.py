@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 
 import grammar
 from conftest import TIMES
-from generate import Draft, Engine, Model, load_draft
+from generate import Engine
+from loading import Draft, Model, load_draft
 from request import OutputStream, Result, Settings
 
 pytest.importorskip("llguidance", reason="requirements-extra.txt is not installed")

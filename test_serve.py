@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import serve
-from generate import Engine, Model, generate, load_draft
+from generate import Engine, generate
+from loading import Model, load_draft
 from request import OutputStream, Settings
 from serve import Answer, BatchServer, QueueFull, Unavailable, Update
 from settings import Options

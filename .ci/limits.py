@@ -17,7 +17,7 @@ from checks import require
 
 from checkpoint.formats import Quantization
 from checkpoint.hub import find_model
-from generate import Model, load_draft
+from loading import Model, load_draft
 from measure.serving import engine_for, serve
 from quant import WIDTHS
 from request import Request, Settings

@@ -31,7 +31,8 @@ sys.path.insert(0, str(ROOT))
 import torch
 from checks import require
 
-from generate import Model, generate
+from generate import generate
+from loading import Model
 from testing.http import with_tools
 
 OPENINGS = ["Once upon a time", "Lily saw", "Tom had a red ball", "One day", "The dog", "Mom said"]

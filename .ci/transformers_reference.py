@@ -19,8 +19,9 @@ from random_models import CASES, greedy, greedy_of, make, move_rope, save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from checkpoint.eagle import is_eagle
-from generate import Model, generate
+from generate import generate
 from kvcache import KVCache
+from loading import Model
 from measure.clock import read_bandwidth
 from model import Llama
 

@@ -37,8 +37,9 @@ from checkpoint.hub import find_model
 from checkpoint.load import open_checkpoint
 from checkpoint.weights import weight_bytes
 from errors import UserError, brief
-from generate import Draft, Engine, Model, check_draft, load_draft
+from generate import Engine
 from kernels import find_device
+from loading import Draft, Model, check_draft, load_draft
 from model import Llama
 from request import OutputStream, Request, Result, Settings, Speculation
 from settings import Options

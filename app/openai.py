@@ -29,7 +29,7 @@ from app.tools import (
     call_grammar,
 )
 from errors import TooManyTokens, UserError, brief
-from generate import Model
+from loading import Model
 from request import Message, OutputStream, Result, Settings
 from sampling import TokenLogprob
 from serve import Update

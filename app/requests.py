@@ -17,7 +17,7 @@ from request import Request
 from settings import Options, Settings, refuse_value, settings_of
 
 if TYPE_CHECKING:
-    from generate import Model
+    from loading import Model
 
 NAMES = ("prompt", "id", "system", "raw", *Settings.__dataclass_fields__)
 

@@ -56,8 +56,9 @@ from app.openai import Asked, Offer, Reply, model_card, read_request
 from app.shell import SIGNALS, handled, say, status
 from app.state import TextNumbers, snapshot
 from errors import UserError, brief
-from generate import Engine, Model
+from generate import Engine
 from kernels import find_device
+from loading import Model
 from request import Result, Settings
 from serve import Answer, BatchServer, QueueFull, Unavailable, reply
 

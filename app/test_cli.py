@@ -19,7 +19,8 @@ from app.shell import Terminated
 from batcher import Batcher
 from checkpoint.config import Config
 from checkpoint.weights import weight_bytes
-from generate import Model, generate
+from generate import generate
+from loading import Model
 from model import Llama
 from request import Result, Speculation
 from runner import ModelRunner

@@ -23,7 +23,8 @@ from app.asgi import HttpError
 from app.openai import Offer
 from conftest import TIMES
 from errors import UserError
-from generate import Model, generate
+from generate import generate
+from loading import Model
 from request import Settings
 from testing.http import CHAT, COMPLETE, PROMPT, ask, read, run
 from testing.programs import told as table

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from app import cli
 from app import flags as flags_page
 from conftest import TIMES
-from generate import Model
+from loading import Model
 from testing.folders import write_model
 
 HANG = 60  # seconds

@@ -37,8 +37,9 @@ from app.fields import MAX_BRACKETS, ChatBody
 from app.metrics import Metrics
 from app.openai import Offer
 from errors import UserError
-from generate import Engine, Model, generate
+from generate import Engine, generate
 from grammar import Grammars
+from loading import Model
 from request import OutputStream, Request, Result, RoundStats, Settings
 from serve import Answer, BatchServer, Unavailable
 from settings import Grammar, Options

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from app import state
 from app.state import KINDS, TextNumbers, snapshot
-from generate import Engine, Model, load_draft
+from generate import Engine
+from loading import Model, load_draft
 from request import Request, Settings
 from settings import Options
 

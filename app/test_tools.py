@@ -24,7 +24,7 @@ from app.tools import (
 )
 from conftest import TIMES
 from errors import UserError
-from generate import Model
+from loading import Model
 from request import Result
 from serve import Update
 from settings import Grammar, Settings

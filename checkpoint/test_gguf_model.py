@@ -15,7 +15,8 @@ from checkpoint.gguf_model import GGUFCheckpoint, read_gguf_config
 from checkpoint.gguf_vocabulary import PRE_TOKENIZERS, read_gguf_vocabulary
 from checkpoint.hub import find_folder, find_model
 from errors import UserError
-from generate import Model, generate
+from generate import generate
+from loading import Model
 from model import Llama
 from testing.folders import byte_alphabet
 from testing.folders import tokenizer_json as tokenizer_file

@@ -41,7 +41,7 @@ from settings import SETTINGS
 
 if TYPE_CHECKING:
     from model import Features, Llama, Rope
-    from speculative import Coin, Proposal, Round
+    from speculative import Coin, Proposal, Round, Verify
 
 ONE_CALL = 64  # tokens of a step that is one call: Ctrl-C waits for its end
 warnings.filterwarnings(  # python -m cpu.native
@@ -117,10 +117,10 @@ class CPU(Ops):
         return super().pick(probs, streams)
 
     def verify_block(
-        self, p: Tensor, q: Tensor, drafted: Tensor, coin: Coin
-    ) -> tuple[Tensor, Tensor] | None:
+        self, plain: Verify, p: Tensor, q: Tensor, drafted: Tensor, coin: Coin
+    ) -> tuple[Tensor, Tensor]:
         if type(coin) is not Keyed or not native.serves(p, q):
-            return None
+            return super().verify_block(plain, p, q, drafted, coin)
         return native.verify_drafts(p, q, drafted, coin)
 
     # ---- Attention
@@ -175,13 +175,11 @@ class CPU(Ops):
             x = x[logits_indices]
         return native.product(x, llama.head)
 
-    def chain(self, chain: Chain, round: Round) -> Proposal | None:
+    def chain(self, chain: Chain, round: Round) -> Proposal:
         """The drafts of a lone sequence."""
-        if not drafts_in_c(chain, round):
-            return None
-        model = self.native_model(chain.model)
+        model = self.native_model(chain.model) if drafts_in_c(chain, round) else None
         if model is None:
-            return None
+            return super().chain(chain, round)
         if isinstance(chain, HeadChain):
             x = chain.z
         else:

@@ -30,8 +30,6 @@ from edits import FOLDER, RECORD, definitions, digest, file_digest
 from kernels import Linear, Ops
 from quant import Quantized
 
-# Operations that a backend may do in one call: the plain code is not in Ops.
-ELSEWHERE = {"verify_block": "speculative.py: verify_block", "chain": "drafters.py: draft"}
 # A backend stores a weight so that its own operations read it.
 READERS = {"pack_weight": ("embed", "linear")}
 CHOICES = ("dtypes", "warm_up")  # which a backend adds to, and does not replace
@@ -81,11 +79,8 @@ def name_of(file: Path, line: int) -> str:
 
 def operation_of(name: str) -> str:
     """The operation whose plain code this definition is; empty if there is none."""
-    for operation, elsewhere in ELSEWHERE.items():
-        if name == elsewhere:
-            return operation
     operation = name.removeprefix("kernels.py: Ops.")
-    return "" if operation == name or operation in ELSEWHERE else operation
+    return "" if operation == name else operation
 
 
 @cache
@@ -166,6 +161,7 @@ def main(file: str | Path = RECORD) -> None:
 
 
 if __name__ == "__main__":
-    from generate import Model, generate
+    from generate import generate
+    from loading import Model
 
     main(*sys.argv[1:])

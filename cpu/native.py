@@ -860,6 +860,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from generate import Model, generate
+    from generate import generate
+    from loading import Model
 
     main()

@@ -205,7 +205,9 @@ def sampled(ops: Ops) -> Iterator[Trial]:
     coin = Keyed(torch.arange(99), torch.arange(99))
     wanted = verify_block(p, q, drafted, coin)
     yield Trial(
-        "verify", lambda: torch.cat(ops.verify_block(p, q, drafted, coin)), torch.cat(wanted)
+        "verify",
+        lambda: torch.cat(ops.verify_block(verify_block, p, q, drafted, coin)),
+        torch.cat(wanted),
     )
 
 

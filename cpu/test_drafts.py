@@ -14,7 +14,7 @@ from checkpoint.config import Config
 from checkpoint.formats import Quantization
 from checkpoint.load import fill_model
 from cpu import CPU, native
-from drafters import draft, fastest_draft
+from drafters import Chain
 from eagle import EagleHead, HeadChain
 from kernels import Linear
 from kvcache import KVCache
@@ -75,12 +75,15 @@ def drafts(
     ]
     round = Round(requests, [gamma] * texts, Drawing(250, coupled, coin), target=Place(dtype=dtype))
     chain = model_chain(llama, cache, seqs, [TEXT[-unread:]] * texts, round)
-    proposal = None if one_by_one else llama.ops.chain(chain, round)
-    one_call = proposal is not None
-    tokens, q = proposal or draft(chain, round)
+    with mock.patch.object(Chain, "one_by_one", autospec=True) as plain:
+        plain.side_effect = ONE_BY_ONE
+        tokens, q = chain.one_by_one(round) if one_by_one else chain.draft(round)
     assert all(cache.length(seq) == len(TEXT) + gamma - 1 for seq in seqs)
     after = torch.cat([llama(torch.tensor([8]), cache.extend([(seq, [8])])) for seq in seqs])
-    return tokens, q, after, one_call
+    return tokens, q, after, not plain.called
+
+
+ONE_BY_ONE = Chain.one_by_one
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "paged"])
@@ -212,7 +215,7 @@ def head_round(
         plain.side_effect = EAGLE_FORWARD
         z = head.rows(f, torch.tensor(tokens), cache.metadata(spans))
         newest = z[len(TEXT) - 1 :][:1]
-        drafted, q = fastest_draft(HeadChain(head, cache, round, newest=newest.clone()), round)
+        drafted, q = HeadChain(head, cache, round, newest=newest.clone()).draft(round)
         _, num_found = cache.open(TEXT + [0] * 9)
         assert num_found <= len(TEXT)
     assert plain.called != one_call

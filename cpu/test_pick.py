@@ -2,6 +2,7 @@
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -206,9 +207,13 @@ def test_verifying_is_c_with_keyed_coins_alone():
     p = torch.ones(1, 3, 5) / 5
     drafted = torch.tensor([[1, 2]])
     coin = round.text_coin()
-    assert CPU().verify_block(p, p, drafted, coin) is not None
-    assert CPU().verify_block(p.double(), p.double(), drafted, coin) is None
-    assert CPU().verify_block(p, p, drafted, SimpleNamespace()) is None
+
+    def plain(*arguments: Any) -> str:
+        return "plain"
+
+    assert CPU().verify_block(plain, p, p, drafted, coin) != "plain"
+    assert CPU().verify_block(plain, p.double(), p.double(), drafted, coin) == "plain"
+    assert CPU().verify_block(plain, p, p, drafted, SimpleNamespace()) == "plain"
 
 
 @pytest.mark.parametrize("V", [5000, 128_000])

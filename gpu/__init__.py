@@ -203,14 +203,14 @@ class GPU(Ops):
         passes = recordings(graphs.Passes, llama, metadata.cache)
         return passes(inputs, metadata, logits_indices, features)
 
-    def chain(self, chain: Chain, round: Round) -> Proposal | None:
+    def chain(self, chain: Chain, round: Round) -> Proposal:
         """The drafts of a model by one graph, unless a sequence has more than two unread tokens, or
         a grammar, whose masks the host makes from draft to draft."""
         if not self.records or type(chain) is not ModelChain or round.masks is not None:
-            return None
+            return super().chain(chain, round)
         longest = max(len(tokens) for tokens in chain.new.values())
         if longest > 2 or not is_readable(chain.cache):
-            return None
+            return super().chain(chain, round)
         drafts = recordings(graphs.Drafts, chain.model, chain.cache)
         return drafts(chain, round)
 

@@ -17,7 +17,7 @@ surplus is padding. It is made when a shape first occurs. All recordings share o
 because they run one at a time. The γ drafts need no host in between: their slots in the cache are
 reserved at once, and `next_steps` computes the metadata of all their steps on the device.
 
-Invariant: results are those of the model called directly, drafts those of drafters.draft. The
+Invariant: results are those of the model called directly, drafts those of `Chain.one_by_one`. The
 next round of a shape overwrites this round's drafts.
 Not covered: graphs for prompts, and for sequences with very different numbers of new tokens.
 
@@ -263,7 +263,7 @@ class Drafts:
         self.q: dict[Any, Tensor] = {}  # by shape and dtype
 
     def __call__(self, chain: ModelChain, round: Round) -> Proposal:
-        """`drafters.draft`, with at most two unread tokens of each sequence."""
+        """`Chain.one_by_one`, with at most two unread tokens of each sequence."""
         n = len(round.num_drafts)
         slices = iter(chain.reserved.sequences)
         sequences = []
@@ -313,7 +313,7 @@ class Drafts:
         first_coin = round.first_draft_coin
         ops = round.ops
 
-        def run() -> None:  # drafters.draft for all B rows; without `self`, which holds it
+        def run() -> None:  # `Chain.one_by_one` for all B rows; without `self`, which holds it
             coins = coin(*inputs.coins.unbind(1))
             settings = {name: row for name, row in zip(SETTINGS, inputs.settings) if name in used}
             is_padding = inputs.num_drafts[:, None] <= torch.arange(k, device=device)  # bool[B, k]

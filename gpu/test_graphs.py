@@ -22,7 +22,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from app.launch import joined
 from checkpoint.config import Config
-from drafters import ModelDrafter, fastest_draft
+from drafters import ModelDrafter
 from errors import UserError
 from gpu import GPU, graphs
 from gpu.graphs import rounded
@@ -177,7 +177,7 @@ def draft(
         Drawing(67, coupled, coin),
         target=Place(DEVICE, dtype, llama.ops),
     )
-    return fastest_draft(model_chain(llama, kv, seqs, unread, round), round)
+    return model_chain(llama, kv, seqs, unread, round).draft(round)
 
 
 def launches_of_a_round(k: int, coupled: bool) -> int:
@@ -258,7 +258,7 @@ def test_drafts_beside_a_grammar_are_made_one_by_one_with_its_masks():
     seqs = [kv.open(())[0] for _ in requests]
     round = Round(requests, [3, 3], Drawing(67, make_coin=coin_of(llama.ops)), target=llama)
     with recorded(), mock.patch.object(graphs.Drafts, "__call__", side_effect=AssertionError):
-        drafted, q = fastest_draft(model_chain(llama, kv, seqs, [[1], [1]], round), round)
+        drafted, q = model_chain(llama, kv, seqs, [[1], [1]], round).draft(round)
     assert b"".join(spelled[id] for id in drafted[1].tolist()) in (b"ACD", b"ACE", b"BCD", b"BCE")
     assert q[1].count_nonzero(-1).tolist() == [2, 1, 2, 0]
     assert q[0, :-1].count_nonzero(-1).min() > 9

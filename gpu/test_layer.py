@@ -20,11 +20,12 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
-from generate import Engine, Model, load_draft
+from generate import Engine
 from gpu import GPU
 from gpu.test_contract import COMPILED
 from gpu.testing import DEVICE, recorded
 from kernels import Ops
+from loading import Model, load_draft
 from measure.gpu_parts import HEAD_NORMS, SHAPES, WAYS, open_texts, random_model
 from measure.sizes import GPU_SIZES, QUICK
 from model import Llama

@@ -27,11 +27,12 @@ from checkpoint.formats import Quantization
 from checkpoint.load import fill_model
 from drafters import ModelDrafter, SelfDrafter
 from flash import Flash
-from generate import Draft, Engine, Model
+from generate import Engine
 from gpu import GPU, graphs
 from gpu.test_layer import PASTS, STEPS
 from kernels import Ops
 from kvcache import KVCache
+from loading import Draft, Model
 from measure.gpu_parts import open_texts
 from model import Llama
 from paged import PagedCache

@@ -21,7 +21,7 @@ import torch
 
 from checkpoint.files import parse_json, read_bounded
 from errors import UserError
-from generate import Draft, Model, load_draft
+from loading import Draft, Model, load_draft
 from measure.serving import engine_for, serve
 from measure.sizes import Sizes
 from measure.steps import WIDTHS, label

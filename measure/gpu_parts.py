@@ -18,9 +18,10 @@ from checkpoint.config import Config
 from checkpoint.formats import Quantization
 from checkpoint.load import fill_model
 from drafters import ModelDrafter
-from generate import Draft, Engine, Model
+from generate import Engine
 from kernels import Linear, Ops, ops_for
 from kvcache import AttentionMetadata, KVSpec
+from loading import Draft, Model
 from measure.clock import median_seconds
 from measure.serving import random_request, serve
 from measure.sizes import Sizes

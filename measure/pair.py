@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 
 from checkpoint.weights import weight_bytes
-from generate import Draft, Engine, Model, load_draft
+from generate import Engine
+from loading import Draft, Model, load_draft
 from measure.clock import in_turns, ratio
 from measure.serving import Served, log_spread, serve
 from measure.sizes import BEGINNING, SENTENCES, Sizes

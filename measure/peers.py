@@ -33,7 +33,7 @@ from checkpoint.hub import find_folder
 from checkpoint.save import copy_files, save_model
 from checkpoint.weights import weight_bytes
 from errors import UserError
-from generate import Model
+from loading import Model
 from measure.clock import in_turns, ratio, read_bandwidth
 from measure.machine import has_bfloat16
 from measure.serving import engine_for, serve

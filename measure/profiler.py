@@ -26,7 +26,7 @@ from torch.profiler import profile, record_function
 
 from app.shell import say
 from checkpoint.files import check_file, new_file
-from drafters import Chain, draft
+from drafters import Chain
 from kernels import Ops
 from model import Llama
 from speculative import Proposal, Round
@@ -63,8 +63,7 @@ class TimedOps:
         self.is_drafting = True
         try:
             with record_function("draft"):
-                whole = self.whole_passes(chain.model).chain(chain, round)
-                return whole or draft(chain, round)
+                return self.whole_passes(chain.model).chain(chain, round)
         finally:
             self.is_drafting = False
 

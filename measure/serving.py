@@ -9,7 +9,8 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from generate import Draft, Engine, Model
+from generate import Engine
+from loading import Draft, Model
 from paged import PagedCache
 from request import Request, Settings
 from settings import Options

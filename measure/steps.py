@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from generate import Model
 from kvcache import KVCache
+from loading import Model
 from measure.clock import in_turns, ratio, seconds_of
 from measure.serving import engine_for, serve
 from measure.sizes import SENTENCES, Sizes

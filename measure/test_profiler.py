@@ -5,11 +5,11 @@ import os
 
 import pytest
 
-import generate
+import loading
 from app import cli
 from measure import profiler
 from runner import ModelRunner
-from settings import Options
+from settings import Options, Settings
 from testing.programs import largest_file, program
 
 
@@ -47,11 +47,11 @@ def test_it_prints_nothing_of_pytorchs_own_and_writes_one_file(tmp_path):
 
 def test_a_pass_of_the_draft_is_no_verification(base, tmp_path, capsys):
     """Draft and target are one model here; only the target's passes are `verify`."""
-    model = generate.Model.load(base)
-    request = model.request("hello", generate.Settings(seed=0, max_tokens=5, gamma=2))
+    model = loading.Model.load(base)
+    request = model.request("hello", Settings(seed=0, max_tokens=5, gamma=2))
     with profiler.trace_phases(str(tmp_path / "trace.json"), model.llama):
         engine = generate.Engine(
-            model, generate.load_draft(model, model), Options(max_len=40, max_batch=1), 40
+            model, loading.load_draft(model, model), Options(max_len=40, max_batch=1), 40
         )
         steps = sum(1 for _ in engine.batcher.run([request]))
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -61,9 +61,9 @@ def test_a_pass_of_the_draft_is_no_verification(base, tmp_path, capsys):
 
 
 def test_the_rows_of_a_head_are_drafting(tmp_path):
-    model = generate.Model.load("tiny", "cpu")
-    draft = generate.load_draft("tiny-eagle", model)
-    request = model.request("hello", generate.Settings(seed=0, max_tokens=5, gamma=2))
+    model = loading.Model.load("tiny", "cpu")
+    draft = loading.load_draft("tiny-eagle", model)
+    request = model.request("hello", Settings(seed=0, max_tokens=5, gamma=2))
     with profiler.trace_phases(str(tmp_path / "trace.json"), model.llama, draft.models):
         engine = generate.Engine(model, draft, Options(max_len=40, max_batch=1))
         steps = sum(1 for _ in engine.batcher.run([request]))
@@ -73,7 +73,7 @@ def test_the_rows_of_a_head_are_drafting(tmp_path):
 
 
 def test_afterwards_the_operations_are_what_they_were(base, tmp_path):
-    llama = generate.Model.load(base).llama
+    llama = loading.Model.load(base).llama
     original = llama.ops
     with (
         pytest.raises(KeyboardInterrupt),

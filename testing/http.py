@@ -17,7 +17,8 @@ from app import openai
 from app.metrics import Metrics
 from app.openai import Offer
 from app.server import Application
-from generate import Engine, Model, load_draft
+from generate import Engine
+from loading import Model, load_draft
 from serve import BatchServer
 from settings import Options, Settings
 from testing.pages import ROOT

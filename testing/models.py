@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from checkpoint.config import Config
 from checkpoint.load import fill_model
-from drafters import Drafter, ModelChain, Unread
+from drafters import Drafter, ModelChain
 from kernels import Ops
 from kvcache import Cache
 from model import Llama
@@ -79,7 +79,7 @@ def model_chain(
     llama: Llama, cache: Cache, seqs: list[int], unread: list[list[int]], round: Round
 ) -> ModelChain:
     """A chain of drafts for the requests of a round that want some."""
-    wanted = {b: Unread(seqs[b], list(unread[b])) for b in round.drafting()}
+    wanted = {b: (seqs[b], list(unread[b])) for b in round.drafting()}
     return ModelChain(llama, cache, round, unread=wanted)
 
 
@@ -112,7 +112,7 @@ class Largest(TorchDispatchMode):
 
 def read(drafter: Drafter, request: Request, count: int) -> None:
     """Read the text's first tokens, as with a chunk of the target's."""
-    drafter.prepare([ScheduledRequest(request, 0, count, samples=False)])
+    drafter.learn([ScheduledRequest(request, 0, count, samples=False)], None)
 
 
 def proposed(
@@ -121,7 +121,6 @@ def proposed(
     """Three drafts of each text -> the tokens, their distributions, and what `Largest` says."""
     requests = [Request([7, 30, 4, 7, 30], Settings(1.0, seed=seed)) for seed in range(B)]
     for request in requests:
-        drafter.open(request)
         read(drafter, request, 3)
     round = Round(requests, [3] * B, Drawing(V, coupled), target=Place(device))
     with Largest() as largest:

@@ -82,7 +82,7 @@ def program(*arguments: Any) -> subprocess.CompletedProcess[str]:
 PEAK = """
 import sys, torch
 from model import Llama
-from generate import Model
+from loading import Model
 def kilobytes(key):
     lines = open("/proc/self/status").readlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(key))

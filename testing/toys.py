@@ -87,7 +87,7 @@ def toy_cache(sequences: int, paged: bool = False) -> KVCache | PagedCache:
 class LastToken(Drafter):
     """Drafts the last token once more."""
 
-    def max_drafts(self, request: Request, wanted: int) -> int:
+    def most(self, request: Request, wanted: int) -> int:
         return wanted
 
     def propose(self, round: Round) -> Proposal:
@@ -146,7 +146,7 @@ def play(runner: ModelRunner, requests: Sequence[Request]) -> None:
             if item.samples:
                 assert runner.num_pending(request) == 1
             if isinstance(drafter, ModelDrafter) and request in drafter.seqs:
-                assert drafter.length(request) < len(request.tokens)
+                assert drafter.cache.length(drafter.seqs[request]) < len(request.tokens)
                 caches.append((drafter.cache, drafter.seqs[request]))
             for stored, seq in caches:  # accepted drafts, too, by their tokens
                 assert stored.sequence(seq).tokens == request.tokens[: stored.length(seq)]

@@ -59,9 +59,10 @@ from checkpoint.progress import progress_bar
 from checkpoint.save import save_folder
 from eagle import EagleHead
 from errors import UserError
-from generate import Engine, Model
+from generate import Engine
 from kernels import HeadNorm, Ops, find_device, rotated
 from kvcache import AttentionMetadata
+from loading import Model
 from model import Llama, Rope
 from request import Request, Settings
 from settings import Options

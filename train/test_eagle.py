@@ -8,8 +8,9 @@ import torch
 from safetensors.torch import load_file
 
 from checkpoint.eagle import is_eagle
-from generate import Model, generate
+from generate import generate
 from kernels import Ops
+from loading import Model
 from request import Request, Settings
 from testing.heads import plain_chain, random_head
 from testing.models import random_llama
