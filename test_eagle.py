@@ -187,11 +187,11 @@ def check_texts(pair) -> None:
 
 TOKENS = "self.offsets + torch.arange(len(self.offsets), device=self.device)"
 FORWARD = "self.ops.forward(self, (f, tokens), metadata)"
-COMBINED = "f = self.model.combine(features)"
+COMBINED = "f = self.model.combine(features.values[send(kept, device)])"
 BUGS = {  # a bug -> the function, a piece of it, and what is planted there
     "features of the row before": (EagleHead.combine, "(x, self.fc)", "(x, self.fc).roll(1, 0)"),
     "accepted drafts have the features of the row before": (
-        EagleDrafter.observe,
+        EagleDrafter.learn.__wrapped__,
         COMBINED,
         f"{COMBINED}; f[1:] = f[:-1].clone() if self.newest else f[1:]",
     ),
