@@ -7,6 +7,7 @@ import pytest
 
 import loading
 from app import cli
+from generate import Engine
 from measure import profiler
 from runner import ModelRunner
 from settings import Options, Settings
@@ -50,7 +51,7 @@ def test_a_pass_of_the_draft_is_no_verification(base, tmp_path, capsys):
     model = loading.Model.load(base)
     request = model.request("hello", Settings(seed=0, max_tokens=5, gamma=2))
     with profiler.trace_phases(str(tmp_path / "trace.json"), model.llama):
-        engine = generate.Engine(
+        engine = Engine(
             model, loading.load_draft(model, model), Options(max_len=40, max_batch=1), 40
         )
         steps = sum(1 for _ in engine.batcher.run([request]))
@@ -65,7 +66,7 @@ def test_the_rows_of_a_head_are_drafting(tmp_path):
     draft = loading.load_draft("tiny-eagle", model)
     request = model.request("hello", Settings(seed=0, max_tokens=5, gamma=2))
     with profiler.trace_phases(str(tmp_path / "trace.json"), model.llama, draft.models):
-        engine = generate.Engine(model, draft, Options(max_len=40, max_batch=1))
+        engine = Engine(model, draft, Options(max_len=40, max_batch=1))
         steps = sum(1 for _ in engine.batcher.run([request]))
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = [event.get("name") for event in events if event.get("ph") == "X"]
