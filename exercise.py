@@ -100,9 +100,9 @@ EXERCISES = (
         function="pick",
         teaches="the Gumbel-max trick: an argmax with keyed noise is a draw",
         tests=(
-            "test_sampling.py::test_law_of_picks_and_of_decisions",
+            "test_sampling.py::test_distribution_of_picks_and_of_decisions",
             "test_sampling.py::test_pick_never_takes_probability_0",
-            "test_sampling.py::test_coin_bits_are_those_of_splitmix64",
+            "test_sampling.py::test_rng_bits_are_those_of_splitmix64",
             "test_speculative.py::test_coupled_drafts_are_accepted_as_often_as_the_paper_says",
         ),
         flags="--temperature 1",
@@ -153,8 +153,8 @@ EXERCISES = (
     ),
     Exercise(
         page="proof.py",
-        function="enumerate_law",
-        teaches="a sampler's exact distribution, from every outcome of its coin",
+        function="enumerate_distribution",
+        teaches="a sampler's exact distribution, from every outcome of its rng",
         tests=(
             "test_proof.py",
             "test_distribution.py::test_coupled_outputs_follow_it",

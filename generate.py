@@ -72,8 +72,8 @@ def plain_loop(model: Model, request: Request, use_cache: bool = True) -> Iterat
         known = logits[:, : model.tokenizer.vocab_size]  # some models have more rows: padding
         probs = probabilities(check_finite(known), *filters)
         # The random numbers of this seed and position (sampling.py).
-        coin = Keyed(send([settings.seed], llama.device), send([len(tokens)], llama.device))
-        (token,) = coin.pick(probs).tolist()
+        rng = Keyed(send([settings.seed], llama.device), send([len(tokens)], llama.device))
+        (token,) = rng.pick(probs).tolist()
         yield token
         if token in request.eos_token_ids:
             break

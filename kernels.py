@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from drafters import Chain
     from kvcache import AttentionMetadata, Cache
     from model import Features, Llama, Rope
-    from speculative import Coin, Proposal, Round, Verify
+    from speculative import Proposal, Rng, Round, Verify
 
 BACKENDS = {"cpu": ("cpu",), "cuda": ("gpu", "flash")}  # the fastest first
 DEQUANTIZED_TILE = 1 << 21  # weights that `linear` dequantizes at a time
@@ -287,10 +287,10 @@ class Ops:
         return sampling.pick(probs, streams)
 
     def verify_block(
-        self, plain: Verify, p: Tensor, q: Tensor, drafted: Tensor, coin: Coin
+        self, plain: Verify, p: Tensor, q: Tensor, drafted: Tensor, rng: Rng
     ) -> tuple[Tensor, Tensor]:
         """plain: speculative.verify_block, which says what this returns."""
-        return plain(p, q, drafted, coin)
+        return plain(p, q, drafted, rng)
 
     # ---- What a backend may do in one call
 

@@ -18,7 +18,7 @@ program with status 1.
 `planted` is the only mechanism: a piece of a function's source is replaced, its page is compiled
 anew, and the function gets the new code, wherever it was imported.
 
-A strong check sees many bugs, so there are few: the law of all texts by enumeration (proof.py),
+A strong check sees many bugs, so there are few: the distribution by enumeration (proof.py),
 frequencies with the random numbers of production, texts in a batch beside texts alone, and some
 rows by hand. The models are toys of three tokens that read their text back from the cache, so one
 wrong slot makes another text. What is right is made by the code as it is, before the first bug.
@@ -53,7 +53,14 @@ from grammar import Grammars, GrammarState
 from kernels import Ops
 from kvcache import AttentionMetadata, KVSpec, SequenceSlice, Store, pack_metadata
 from paged import BlockPool, PagedCache
-from proof import Law, Toy, distance, enumerate_law, sequential_law, surprise
+from proof import (
+    Distribution,
+    Toy,
+    distance,
+    enumerate_distribution,
+    sequential_distribution,
+    surprise,
+)
 from request import OutputStream, Request, StopStrings
 from runner import ModelRunner
 from sampling import NotFinite, check_finite, keep_top, pick, probabilities, token_logprobs
@@ -134,31 +141,33 @@ def ask(
     return requests
 
 
-def texts(requests: Sequence[Request], make_coin: Callable | None = None) -> list[tuple[int, ...]]:
+def texts(requests: Sequence[Request], make_rng: Callable | None = None) -> list[tuple[int, ...]]:
     """Make texts together -> the new tokens of each."""
-    runner = make_runner(5 * len(requests), Drawing(3, make_coin=make_coin))
+    runner = make_runner(5 * len(requests), Drawing(3, make_rng=make_rng))
     list(Batcher(runner, 64).run(requests))
     return [tuple(request.tokens[request.num_prompt_tokens :]) for request in requests]
 
 
-def law(**chosen: Any) -> Law:
-    """The law of four tokens after an a: production runs with every outcome of its draws."""
-    return enumerate_law(lambda walk, n: texts(ask([[0]] * n, **chosen), walk))
+def distribution(**chosen: Any) -> Distribution:
+    """Of four tokens after an a: production runs with every outcome of its draws."""
+    return enumerate_distribution(lambda walk, n: texts(ask([[0]] * n, **chosen), walk))
 
 
 # ---- What is right: made once, by the code as it is, before the first bug ------------------------
 
 
 @cache
-def right_law() -> Law:
-    """The law of texts that the target makes alone, token by token."""
-    return sequential_law(toy(1), (0,), 4, (END,), lambda row: probabilities(row, **FILTERS))
+def right_distribution() -> Distribution:
+    """The distribution of texts that the target makes alone, token by token."""
+    return sequential_distribution(
+        toy(1), (0,), 4, (END,), lambda row: probabilities(row, **FILTERS)
+    )
 
 
 @cache
-def right_grammar_law() -> Law:
-    """The law of texts without drafts."""
-    return law(gamma=0, regex=REGEX)
+def right_grammar_distribution() -> Distribution:
+    """The distribution of texts without drafts."""
+    return distribution(gamma=0, regex=REGEX)
 
 
 def batch(**chosen: Any) -> list[Request]:
@@ -182,18 +191,18 @@ def right_batch() -> list[Request]:
 # ---- The checks ----------------------------------------------------------------------------------
 
 
-def law_by_enumeration() -> bool:
+def distribution_by_enumeration() -> bool:
     """Texts follow the target's distribution, whatever is drafted."""
-    return distance(law(), right_law()) < 1e-12
+    return distance(distribution(), right_distribution()) < 1e-12
 
 
-def law_with_grammar() -> bool:
-    return distance(law(regex=REGEX), right_grammar_law()) < 1e-12
+def distribution_with_grammar() -> bool:
+    return distance(distribution(regex=REGEX), right_grammar_distribution()) < 1e-12
 
 
 def frequencies() -> bool:
     """With the random numbers of production, too, texts follow the target."""
-    return surprise(texts(ask([[0]] * 1000)), right_law()) < 4
+    return surprise(texts(ask([[0]] * 1000)), right_distribution()) < 4
 
 
 def texts_alone_and_together() -> bool:
@@ -294,7 +303,7 @@ ROOMS: dict[str, list[Exhibit]] = {
             Round.pick_drafts,
             "return q, picked",
             "return logits.softmax(-1), picked",
-            law_by_enumeration,
+            distribution_by_enumeration,
         ),
         Exhibit(
             "deepseek-ai/DeepSpec#31",
@@ -303,43 +312,43 @@ ROOMS: dict[str, list[Exhibit]] = {
             Round.pick_drafts,
             ".pick(q)",
             ".pick(q.bfloat16().to(q.dtype))",
-            law_by_enumeration,
+            distribution_by_enumeration,
         ),
         Exhibit(
             "huggingface/transformers#32867",
             "the draft takes its most probable token, and tells q of a draw",
             "texts did not follow the target",
             Round.pick_drafts,
-            "self.draft_coin(j, rows).pick(q)",
+            "self.draft_rng(j, rows).pick(q)",
             "q.argmax(-1)",
-            law_by_enumeration,
+            distribution_by_enumeration,
         ),
         Exhibit(
             "vllm-project/vllm-ascend#13730",
             "u is 0.0 in the test u < p / q",
             "no draft was ever rejected",
             verify_block,
-            "coin.accept(h[:, 1:])",
+            "rng.accept(h[:, 1:])",
             "drafted >= 0",
-            law_by_enumeration,
+            distribution_by_enumeration,
         ),
         Exhibit(
             "ROCm/ATOM#2318",
             "a draft stands if it is the target's most probable token",
             "texts were greedy where drafts stood, and drawn where they did not",
             verify_block,
-            "coin.accept(h[:, 1:])",
+            "rng.accept(h[:, 1:])",
             "drafted == p[:, :-1].argmax(-1)",
-            law_by_enumeration,
+            distribution_by_enumeration,
         ),
         Exhibit(
             "sgl-project/sglang#31214",
             "verification takes the argmax at any temperature, on one vendor's GPUs",
             "long answers repeated themselves",
             pick_residual,
-            "coin.pick(probs)",
+            "rng.pick(probs)",
             "probs.argmax(-1)",
-            law_by_enumeration,
+            distribution_by_enumeration,
         ),
         Exhibit(
             "openvinotoolkit/openvino.genai#4190",
@@ -348,7 +357,7 @@ ROOMS: dict[str, list[Exhibit]] = {
             verify_block,
             "count_to_last(stands)",
             "(count_to_last(stands) + 1).minimum((drafted >= 0).sum(1))",
-            law_by_enumeration,
+            distribution_by_enumeration,
         ),
         Exhibit(
             "vllm-project/vllm-ascend#2881",
@@ -357,7 +366,7 @@ ROOMS: dict[str, list[Exhibit]] = {
             likelihood_ratio,
             "p_x = p[:, :-1]",
             "p_x = p[:, :-1].scatter_(-1, index, 0)",
-            law_by_enumeration,
+            distribution_by_enumeration,
         ),
         Exhibit(
             "vllm-project/vllm-ascend#7807",
@@ -366,7 +375,7 @@ ROOMS: dict[str, list[Exhibit]] = {
             verify_block,
             "weights[-1] * ratio_j",
             "weights[-1] * ratio_j.clamp(max=1)",
-            law_by_enumeration,
+            distribution_by_enumeration,
         ),
         Exhibit(
             "vllm-project/vllm#10198",
@@ -375,7 +384,7 @@ ROOMS: dict[str, list[Exhibit]] = {
             ModelRunner._probabilities,
             "round.probabilities(logits[: len(owners)], owners)",
             "logits[: len(owners)].softmax(-1)",
-            law_by_enumeration,
+            distribution_by_enumeration,
         ),
         Exhibit(
             "NVIDIA/TensorRT-LLM#19390",
@@ -384,7 +393,7 @@ ROOMS: dict[str, list[Exhibit]] = {
             Round.probabilities,
             "**settings)",
             "**{'temperature': 1e-5, **settings})",
-            law_by_enumeration,
+            distribution_by_enumeration,
         ),
         Exhibit(
             "vllm-project/vllm#41044",
@@ -393,7 +402,7 @@ ROOMS: dict[str, list[Exhibit]] = {
             Chain.one_by_one,
             "proposal.q[rows, j] = q",
             "proposal.q[: len(rows), j] = q",
-            law_by_enumeration,
+            distribution_by_enumeration,
         ),
         Exhibit(
             "vllm-project/vllm#16952",
@@ -413,7 +422,7 @@ ROOMS: dict[str, list[Exhibit]] = {
             keep_top,
             "(rank < top_k)",
             "(ordered >= ordered.gather(-1, top_k.long().clamp(min=1) - 1))",
-            law_by_enumeration,
+            distribution_by_enumeration,
         ),
         Exhibit(
             "ggml-org/llama.cpp#1953",
@@ -422,7 +431,7 @@ ROOMS: dict[str, list[Exhibit]] = {
             keep_top,
             "mass_before < top_p * total",
             "mass <= top_p * total",
-            law_by_enumeration,
+            distribution_by_enumeration,
         ),
         Exhibit(
             "flashinfer-ai/flashinfer#2455, vllm-project/vllm#45060",
@@ -543,7 +552,7 @@ ROOMS: dict[str, list[Exhibit]] = {
             Round.probabilities,
             "logits = self.masks.apply(logits, rows, depth)",
             "self.masks.apply(logits.clone(), rows, depth)",
-            law_with_grammar,
+            distribution_with_grammar,
         ),
         Exhibit(
             "vllm-project/vllm#30916",
@@ -552,7 +561,7 @@ ROOMS: dict[str, list[Exhibit]] = {
             GrammarState.settle,
             "self.matcher.rollback(self.num_drafts)",
             "self.matcher.rollback(0)",
-            law_with_grammar,
+            distribution_with_grammar,
         ),
         Exhibit(
             "sgl-project/sglang#29102",
@@ -561,7 +570,7 @@ ROOMS: dict[str, list[Exhibit]] = {
             GrammarState.settle,
             "self._follow(new)",
             "self._follow([*new, *new])",
-            law_with_grammar,
+            distribution_with_grammar,
         ),
         Exhibit(
             "vllm-project/vllm#49227",
@@ -632,7 +641,7 @@ ROOMS: dict[str, list[Exhibit]] = {
 }
 
 NOT_HERE = {
-    "vllm-project/vllm#40149": "no bug of the law: a draft without q may be taken for certain",
+    "vllm-project/vllm#40149": "no wrong distribution: a draft without q may be taken for certain",
     "NVIDIA/TensorRT-LLM#15098": "there are no trees of drafts",
     "ggml-org/llama.cpp#23970": "a cache has no checkpoints: a prefix is found by its tokens",
     "vllm-project/vllm#48245": "a step is over before the next one is planned",

@@ -1,18 +1,19 @@
-"""The law of a sampler, which is the distribution of its texts, as a sum over every possible run.
+"""The exact distribution of a sampler's outputs, as a sum over every possible run.
 
-All randomness passes through a coin with two methods (sampling.py). The coin here follows a script
+All randomness passes through an rng with two methods (sampling.py). The rng here follows a script
 of outcomes. At each decision it notes the outcome's probability, and scripts for the other
 outcomes, until every script has been run:
 
-    law(text) = Σ over the scripts that end in this text of
+    distribution(text) = Σ over the scripts that end in this text of
                 Π over a script's decisions of the outcome's probability
 
-`enumerate_law` gives the law of the production code, `sequential_law` that of the target alone.
-Tests hold that their `distance` is a rounding error; `python speculative.py` prints both.
+`enumerate_distribution` gives the distribution of the production code, `sequential_distribution`
+that of the target. Tests show that their `distance` is a rounding error; `python speculative.py`
+prints both.
 
 Invariant: the probabilities of all scripts add up to 1. Each text of a wide batch follows its own
-script, or `group` texts share one, which gives their joint law. Cost: a script for each possible
-sequence of outcomes, so the models are toys: their texts have a few tokens, out of three.
+script, or `group` texts share one, which gives their joint distribution. Cost: a script for each
+possible sequence of outcomes, so the models are toys: their texts have a few tokens, out of three.
 
     B rows, one request each · k drafted tokens · V vocabulary · T tokens of a step
     R rows of logits
@@ -34,7 +35,7 @@ from parallel import Group
 if TYPE_CHECKING:
     from kvcache import AttentionMetadata
 
-Law = dict[Any, float]  # the probability of each text
+Distribution = dict[Any, float]  # the probability of each text
 
 
 class Branch:
@@ -66,27 +67,27 @@ class Branch:
 
 
 class Walk:
-    """Makes coins, as `Keyed` does: a request with seed s follows branch s // group."""
+    """Makes rngs, as `Keyed` does: a request with seed s follows branch s // group."""
 
     def __init__(self, scripts: Sequence[Sequence[int]], group: int = 1):
         self.branches = [Branch(script) for script in scripts]
         self.group = group
 
-    def __call__(self, seeds: Tensor, positions: Tensor, role: int | Tensor) -> WalkingCoin:
+    def __call__(self, seeds: Tensor, positions: Tensor, role: int | Tensor) -> WalkingRng:
         """positions and role do not matter: a branch's decisions come in the order of its run."""
-        return WalkingCoin([self.branches[seed // self.group] for seed in seeds.tolist()])
+        return WalkingRng([self.branches[seed // self.group] for seed in seeds.tolist()])
 
 
-class WalkingCoin:
-    """A coin with the methods of `Keyed`; row b follows branches[b]."""
+class WalkingRng:
+    """An rng with the methods of `Keyed`; row b follows branches[b]."""
 
     def __init__(self, branches: list[Branch]):
         self.branches = branches
 
-    def __getitem__(self, rows: slice | list[int]) -> WalkingCoin:
+    def __getitem__(self, rows: slice | list[int]) -> WalkingRng:
         if isinstance(rows, slice):
-            return WalkingCoin(self.branches[rows])
-        return WalkingCoin([self.branches[row] for row in rows])
+            return WalkingRng(self.branches[rows])
+        return WalkingRng([self.branches[row] for row in rows])
 
     def accept(self, prob: Tensor) -> Tensor:
         """Decide on every draft: float[B, k] -> bool[B, k]."""
@@ -103,25 +104,25 @@ class WalkingCoin:
         return torch.tensor(picked, dtype=torch.int64)
 
 
-def enumerate_law(
+def enumerate_distribution(
     run: Callable[[Walk, int], Sequence[Any]], group: int = 1, width: int = 1024
-) -> Law:
-    """The law of what run(walk, n) returns.
+) -> Distribution:
+    """The distribution of what run(walk, n) returns.
 
     A run makes n · group texts, with the seeds 0, 1, …, and returns n results: the texts, or a
     tuple of each group's texts.
     width: the most scripts that one run follows.
     """
-    law = defaultdict(float)
+    distribution = defaultdict(float)
     waiting: list[tuple[int, ...]] = [()]
     while waiting:
         walk = Walk(waiting[-width:], group)
         del waiting[-width:]
         texts = run(walk, len(walk.branches))
         for text, branch in zip(texts, walk.branches, strict=True):
-            law[text] += branch.probability
+            distribution[text] += branch.probability
             waiting += branch.others
-    return dict(law)
+    return dict(distribution)
 
 
 class Toy:
@@ -132,7 +133,7 @@ class Toy:
     (V + 1)^i. With V = 3 the code of [2, 0] is 3 · 1 + 1 · 4 = 7. A toy knows the text by attention
     alone: it stores each token's count as the token's value, and all keys are 0, so attention
     returns the mean count (3.5), and the mean times the length is the code. So one wrong token in
-    the target's cache changes the law.
+    the target's cache changes the distribution.
     """
 
     device = torch.device("cpu")
@@ -178,36 +179,36 @@ class Toy:
         return self.table[codes]
 
 
-def sequential_law(
+def sequential_distribution(
     toy: Toy,
     prompt: Sequence[int],
     count: int,
     ends: Sequence[int],
     probs: Callable[[Tensor], Tensor],
-) -> Law:
-    """The law of up to `count` tokens that a toy makes alone, one after the other, by recursion."""
+) -> Distribution:
+    """The distribution of up to `count` tokens of a toy, one after the other, by recursion."""
     if count == 0:
         return {(): 1.0}
-    law = {}
+    distribution = {}
     for token, p in enumerate(probs(toy.table[toy.code(prompt)]).tolist()):
         if p > 0:
             remaining = 0 if token in ends else count - 1
-            rest = sequential_law(toy, [*prompt, token], remaining, ends, probs)
+            rest = sequential_distribution(toy, [*prompt, token], remaining, ends, probs)
             for text, mass in rest.items():
-                law[(token, *text)] = p * mass
-    return law
+                distribution[(token, *text)] = p * mass
+    return distribution
 
 
-def surprise(texts: Sequence[Any], law: Law) -> float:
-    """How far the frequencies of texts are from a law: Pearson's χ², in standard deviations from
-    its mean. Texts that are expected less than five times count as one. ∞ for a text that the law
-    does not have."""
+def surprise(texts: Sequence[Any], distribution: Distribution) -> float:
+    """How far the frequencies of texts are from a distribution: Pearson's χ², in standard
+    deviations from its mean. Texts that are expected less than five times count as one. ∞ for a text that the
+    distribution does not have."""
     counts = Counter(texts)
-    if counts.keys() - law.keys():
+    if counts.keys() - distribution.keys():
         return math.inf
     cells = []  # how often a text came, and how often it was expected
     rare = [0, 0.0]
-    for text, p in law.items():
+    for text, p in distribution.items():
         expected = p * len(texts)
         if expected >= 5:
             cells.append((counts[text], expected))
@@ -221,6 +222,6 @@ def surprise(texts: Sequence[Any], law: Law) -> float:
     return (chi_squared - freedom) / math.sqrt(2 * freedom)
 
 
-def distance(a: Law, b: Law) -> float:
-    """The largest difference between two laws."""
+def distance(a: Distribution, b: Distribution) -> float:
+    """The largest difference between two distributions."""
     return max(abs(a.get(key, 0.0) - b.get(key, 0.0)) for key in a.keys() | b.keys())

@@ -315,7 +315,7 @@ class ModelRunner:
         p, logits = self._probabilities(rounds, round, logits)
         if has_drafts:
             return self._verify(round, p, proposal), logits
-        picked = round.text_coin().pick(p[:, 0])  # int64[B], drawn by the target's coin
+        picked = round.text_rng().pick(p[:, 0])  # int64[B], drawn by the target's rng
         tokens = self.target.group.agree(picked.tolist())  # here the host waits for a GPU
         return [[token] for token in check_tokens(tokens)], logits
 

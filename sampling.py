@@ -11,8 +11,8 @@ decoding, in this order:
 Ties go to the lower index, so top-k keeps exactly k tokens. A row that a filter does not ask for
 stays as it is, to the bit: so a text's distributions do not depend on the filters beside it.
 
-All randomness goes through a coin with two methods: `accept(prob)` and `pick(probs)`. The
-production coin, `Keyed`, is a counter-based random generator (Salmon et al. 2011): it has no state,
+All randomness goes through an rng with two methods: `accept(prob)` and `pick(probs)`. The
+production rng, `Keyed`, is a counter-based random generator (Salmon et al. 2011): it has no state,
 each number is a SplitMix64 hash (Steele, Lea & Flood 2014) of (seed, position, role, i). The role
 says what the number decides; i is the candidate in `pick`. So a text's random numbers do not depend
 on its batch or the device. `pick` is argmax p_i / E_i with E_i = −log u_i exponential: exactly a
@@ -249,11 +249,11 @@ def pick(probs: Tensor, streams: Tensor) -> Tensor:
 
 
 class Keyed:
-    """The coin of a step: row b's numbers are a function of (seeds[b], positions[b], role) alone.
+    """The rng of a step: row b's numbers are a function of (seeds[b], positions[b], role) alone.
 
     seeds, positions: int64[B]; role: the role of `pick`, one for all rows or int64[B]; draw: the
     function by which `pick` draws (Ops.pick). `accept` decides on drafted token j in role
-    accept_role(j). `coin[rows]` is the coin of these rows.
+    accept_role(j). `rng[rows]` is the rng of these rows.
     """
 
     def __init__(
@@ -297,7 +297,7 @@ def main() -> None:
     draws = 100_000
     print(f"logits {logits.tolist()}")
     print(f"each line: the probabilities, then the frequencies in {draws:,} keyed draws")
-    coin = Keyed(torch.full((draws,), 42), torch.arange(draws))
+    rng = Keyed(torch.full((draws,), 42), torch.arange(draws))
     for settings in (
         {},
         {"temperature": 0.5},
@@ -307,7 +307,7 @@ def main() -> None:
         {"min_p": 0.3},
     ):
         probs = probabilities(logits, **settings)
-        picked = coin.pick(probs.expand(draws, -1))
+        picked = rng.pick(probs.expand(draws, -1))
         frequencies = torch.bincount(picked, minlength=len(logits)) / draws
         numbers = [f"{x:6.3f}" for x in [*probs.tolist(), *frequencies.tolist()]]
         print(f"{str(settings):20}", *numbers)

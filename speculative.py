@@ -88,18 +88,18 @@ class Proposal(NamedTuple):
     #                   last draft. None in coupled mode, which needs no q (it is large)
 
 
-class Coin(Protocol):
-    """All randomness of a call, for each of its rows: `sampling.Keyed`, or `proof.WalkingCoin`."""
+class Rng(Protocol):
+    """All randomness of a call, for each of its rows: `sampling.Keyed`, or `proof.WalkingRng`."""
 
-    def __getitem__(self, rows: slice | list[int]) -> Coin: ...
+    def __getitem__(self, rows: slice | list[int]) -> Rng: ...
     def accept(self, prob: Tensor) -> Tensor: ...
     def pick(self, probs: Tensor) -> Tensor: ...
 
 
-Verify = Callable[[Tensor, Tensor, Tensor, Coin], tuple[Tensor, Tensor]]  # as `verify`, below
+Verify = Callable[[Tensor, Tensor, Tensor, Rng], tuple[Tensor, Tensor]]  # as `verify`, below
 
 
-def verify(p: Tensor, q: Tensor, drafted: Tensor, coin: Coin) -> tuple[Tensor, Tensor]:
+def verify(p: Tensor, q: Tensor, drafted: Tensor, rng: Rng) -> tuple[Tensor, Tensor]:
     """Count the accepted drafts, token by token, and draw the token after them.
 
     p: the target's distributions, float[B, k + 1, V], k ≥ 1; q and drafted: the two fields of a
@@ -108,9 +108,9 @@ def verify(p: Tensor, q: Tensor, drafted: Tensor, coin: Coin) -> tuple[Tensor, T
     """
     ratio = likelihood_ratio(p, q, drafted)
     ratio = ratio.clamp(max=1)
-    stands = coin.accept(ratio)
+    stands = rng.accept(ratio)
     accepted = count_leading(stands)
-    return accepted, pick_residual(p, q, accepted, coin)
+    return accepted, pick_residual(p, q, accepted, rng)
 
 
 def likelihood_ratio(p: Tensor, q: Tensor, drafted: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ def likelihood_ratio(p: Tensor, q: Tensor, drafted: Tensor) -> Tensor:
     return ratio[..., 0]
 
 
-def pick_residual(p: Tensor, q: Tensor, accepted: Tensor, coin: Coin) -> Tensor:
+def pick_residual(p: Tensor, q: Tensor, accepted: Tensor, rng: Rng) -> Tensor:
     """Draw the token after the accepted drafts from max(0, p − q) there, normalized; from p if that
     has no mass: int64[B]."""
     rows = torch.arange(len(p), device=p.device)
@@ -133,10 +133,10 @@ def pick_residual(p: Tensor, q: Tensor, accepted: Tensor, coin: Coin) -> Tensor:
     residual = residual.clamp(min=0)
     mass = residual.sum(-1, keepdim=True)
     probs = torch.where(mass > 0, residual / mass, p_end)  # no mass: p = q, to rounding
-    return coin.pick(probs)
+    return rng.pick(probs)
 
 
-def verify_block(p: Tensor, q: Tensor, drafted: Tensor, coin: Coin) -> tuple[Tensor, Tensor]:
+def verify_block(p: Tensor, q: Tensor, drafted: Tensor, rng: Rng) -> tuple[Tensor, Tensor]:
     """`verify`, but as a block, in the names of the proof. The host never waits for the device."""
     ratio = likelihood_ratio(p, q, drafted)  # [B, k]
     weights = [torch.ones_like(ratio[:, 0])]
@@ -151,17 +151,17 @@ def verify_block(p: Tensor, q: Tensor, drafted: Tensor, coin: Coin) -> tuple[Ten
     rest = 1 - w
     h = m / (m + rest)
     h = torch.where(w == 1, 1, h)  # it may be 0 / 0: p = q, to rounding
-    stands = coin.accept(h[:, 1:])
+    stands = rng.accept(h[:, 1:])
     accepted = count_to_last(stands)
-    return accepted, pick_residual(weighted, q, accepted, coin)
+    return accepted, pick_residual(weighted, q, accepted, rng)
 
 
-def couple(p: Tensor, drafted: Tensor, coin: Coin) -> tuple[Tensor, Tensor]:
-    """`verify` in coupled mode: accept each draft that is also the target's pick. The coin has
+def couple(p: Tensor, drafted: Tensor, rng: Rng) -> tuple[Tensor, Tensor]:
+    """`verify` in coupled mode: accept each draft that is also the target's pick. The rng has
     B · (k + 1) rows."""
     B, k = drafted.shape
     rows = p.flatten(0, 1)  # [B · (k + 1), V]
-    picked = coin.pick(rows).view(B, k + 1)
+    picked = rng.pick(rows).view(B, k + 1)
     stands = drafted == picked[:, :k]  # padding is −1: never picked
     accepted = count_leading(stands)
     token = picked.gather(1, accepted[:, None])
@@ -185,25 +185,25 @@ def count_to_last(stands: Tensor) -> Tensor:
 class Drawing(NamedTuple):
     """How all tokens of a runner are drawn.
 
-    vocab_size: the tokenizer's; logits beyond it are padding. make_coin makes the coins of a round
+    vocab_size: the tokenizer's; logits beyond it are padding. make_rng makes the rngs of a round
     from their seeds, positions and roles; None: `Keyed`, which draws by the target's `Ops.pick`.
     """
 
     vocab_size: int
     coupled: bool = False  # the mode of verification
-    make_coin: Callable[[Tensor, Tensor, Tensor], Coin] | None = None
+    make_rng: Callable[[Tensor, Tensor, Tensor], Rng] | None = None
     by_token: bool = False  # in exact mode: verify token by token, not as a block
 
 
 class Round:
-    """The requests of a round, a row each, with their numbers of drafts, settings and coins.
+    """The requests of a round, a row each, with their numbers of drafts, settings and rngs.
 
-    Each request has `width` = k + 1 coins, keyed by (seed, position, role). At position n:
+    Each request has `width` = k + 1 rngs, keyed by (seed, position, role). At position n:
 
         exact      (n, text)   (n, draft 0)      (n, draft 1)      …
         coupled    (n, text)   (n + 1, text)     (n + 2, text)     …
 
-    In exact mode the first coin decides which drafts are accepted (`accept` has roles of its own),
+    In exact mode the first rng decides which drafts are accepted (`accept` has roles of its own),
     and picks the correction or the bonus. Tokens are drawn on the target's device, by its `Ops`.
     """
 
@@ -225,16 +225,16 @@ class Round:
         # The dtype of probabilities.
         self.dtype = torch.float64 if target.dtype == torch.float64 else torch.float32
         self.ops = target.ops
-        self.make_coin = drawing.make_coin or partial(Keyed, draw=self.ops.pick)
+        self.make_rng = drawing.make_rng or partial(Keyed, draw=self.ops.pick)
         self.width = 1 + max(num_drafts, default=0)
-        self.first_draft_coin = 0 if self.coupled else 1
+        self.first_draft_rng = 0 if self.coupled else 1
         self.masks: Masks | None = None
         if any(request.grammar_state is not None for request in requests):
             self.masks = Masks(requests, self.width, self.vocab_size)
 
     @cached_property
     def keys(self) -> list[tuple[int, int, int]]:
-        """(seed, position, role) of each coin: B · width."""
+        """(seed, position, role) of each rng: B · width."""
         keys = []
         for request in self.requests:
             seed = request.settings.seed
@@ -247,26 +247,26 @@ class Round:
         return keys
 
     @cached_property
-    def coins(self) -> Coin:
-        """The coins of all requests. They are made on first use, while a GPU computes its pass."""
+    def rngs(self) -> Rng:
+        """The rngs of all requests. They are made on first use, while a GPU computes its pass."""
         keys = send(self.keys, self.device).view(-1, 3)
         seeds, positions, roles = keys.unbind(1)
-        return self.make_coin(seeds, positions, roles)
+        return self.make_rng(seeds, positions, roles)
 
-    def text_coin(self) -> Coin:
-        """The target's coin. It has B rows; in coupled mode B · width, one for each position."""
+    def text_rng(self) -> Rng:
+        """The target's rng. It has B rows; in coupled mode B · width, one for each position."""
         if self.coupled:
-            return self.coins
-        return self.coins[:: self.width]
+            return self.rngs
+        return self.rngs[:: self.width]
 
-    def draft_coin(self, j: int, rows: Sequence[int]) -> Coin:
-        """The coin of draft j of these requests. In coupled mode it is the target's coin at that
+    def draft_rng(self, j: int, rows: Sequence[int]) -> Rng:
+        """The rng of draft j of these requests. In coupled mode it is the target's rng at that
         position."""
-        first = self.first_draft_coin + j
+        first = self.first_draft_rng + j
         if len(rows) == len(self.requests):  # a slice: indices would be sent to a GPU
-            return self.coins[first :: self.width]
+            return self.rngs[first :: self.width]
         indices = [row * self.width + first for row in rows]
-        return self.coins[indices]
+        return self.rngs[indices]
 
     def no_drafts(self) -> Proposal:
         """An empty proposal, which a drafter fills."""
@@ -298,7 +298,7 @@ class Round:
         logits: [R, ≥ V], a row for each request. If a text has a grammar, the host waits for a GPU.
         """
         q = self.probabilities(logits, rows, j).to(self.dtype)  # a draft may have another
-        picked = self.draft_coin(j, rows).pick(q)
+        picked = self.draft_rng(j, rows).pick(q)
         if self.masks is not None:
             self.masks.push(rows, picked.tolist())
         return q, picked
@@ -306,12 +306,12 @@ class Round:
     def verify(self, p: Tensor, proposal: Proposal) -> tuple[Tensor, Tensor]:
         """Count the accepted drafts of each request, and draw the token after them: int64[B]."""
         drafted, q = proposal
-        coin = self.text_coin()
+        rng = self.text_rng()
         if self.coupled:
-            return couple(p, drafted, coin)
+            return couple(p, drafted, rng)
         if self.drawing.by_token:
-            return verify(p, q, drafted, coin)
-        return self.ops.verify_block(verify_block, p, q, drafted, coin)
+            return verify(p, q, drafted, rng)
+        return self.ops.verify_block(verify_block, p, q, drafted, rng)
 
     def probabilities(self, logits: Tensor, rows: Sequence[int], depth: int = 0) -> Tensor:
         """The distributions that are sampled: logits [R, ≥ V] -> float[R, V].
@@ -347,7 +347,7 @@ def main() -> None:
     def run(walk: Walk, n: int) -> list[tuple[int, ...]]:
         cache, draft_cache = (KVCache(KVSpec(1, 1, 1, dtype=torch.float64), 7, n) for _ in range(2))
         drafter = ModelDrafter(Toy(seed=2), draft_cache)
-        runner = ModelRunner(target, cache, Drawing(3, make_coin=walk), drafter=drafter)
+        runner = ModelRunner(target, cache, Drawing(3, make_rng=walk), drafter=drafter)
         requests = []
         for seed in range(n):
             settings = Settings(seed=seed, max_tokens=3, gamma=2)
@@ -356,12 +356,12 @@ def main() -> None:
             pass
         return [tuple(request.tokens[1:]) for request in requests]
 
-    law = enumerate_law(run)
-    wanted = sequential_law(target, (1,), 3, (0,), lambda logits: logits.softmax(-1))
+    distribution = enumerate_distribution(run)
+    wanted = sequential_distribution(target, (1,), 3, (0,), lambda logits: logits.softmax(-1))
     print("text, its probability by speculation, and by the target alone")
     for text, mass in wanted.items():
-        print(f"{str(text):10} {law[text]:.15f}  {mass:.15f}")
-    error = distance(law, wanted)
+        print(f"{str(text):10} {distribution[text]:.15f}  {mass:.15f}")
+    error = distance(distribution, wanted)
     print(f"{len(wanted)} texts: the probabilities differ by at most {error:.1e}")
 
 
@@ -369,7 +369,7 @@ if __name__ == "__main__":
     from batcher import Batcher
     from drafters import ModelDrafter
     from kvcache import KVCache
-    from proof import Toy, Walk, distance, enumerate_law, sequential_law
+    from proof import Toy, Walk, distance, enumerate_distribution, sequential_distribution
     from request import Settings
     from runner import ModelRunner
 

@@ -19,7 +19,7 @@ from kernels import Ops
 from kvcache import Cache, KVCache, KVSpec
 from museum import planted
 from paged import PagedCache
-from proof import Toy, Walk, distance, enumerate_law
+from proof import Toy, Walk, distance, enumerate_distribution
 from runner import ModelRunner
 from settings import SETTINGS
 from speculative import Drawing, Round, likelihood_ratio, pick_residual, verify, verify_block
@@ -34,8 +34,8 @@ from testing.toys import (
     TARGET,
     FourTokens,
     Kind,
+    distributions_of,
     grammars,
-    laws_of,
     new_tokens,
     play,
     toy_runner,
@@ -68,9 +68,11 @@ def shorter(kinds: list[Kind]) -> list[Kind]:
 
 
 def check(kinds: list[Kind], target=TARGET, **how) -> None:
-    for kind, law in zip(kinds, laws_of(kinds, target=target, **how), strict=True):
-        assert sum(law.values()) == pytest.approx(1, abs=1e-12)
-        assert distance(law, kind.law(target)) < 1e-12, kind
+    for kind, distribution in zip(
+        kinds, distributions_of(kinds, target=target, **how), strict=True
+    ):
+        assert sum(distribution.values()) == pytest.approx(1, abs=1e-12)
+        assert distance(distribution, kind.distribution(target)) < 1e-12, kind
 
 
 @pytest.mark.parametrize("kinds, how", WAYS, ids=range(len(WAYS)))
@@ -106,7 +108,7 @@ def test_coupled_outputs_follow_it_with_masks_that_are_filled_one_by_one(monkeyp
     check_ruled(shorter(RULED[:3]), coupled=True)
 
 
-def small_runner(n: int, make_coin, draft) -> ModelRunner:
+def small_runner(n: int, make_rng, draft) -> ModelRunner:
     """Its pool is so small that requests are preempted, and read again."""
     spec = KVSpec(1, 1, 1, dtype=torch.float64)
     blocks = max(3, n // 2)
@@ -114,7 +116,7 @@ def small_runner(n: int, make_coin, draft) -> ModelRunner:
     drafter = SelfDrafter(draft, cache)
     if draft is DRAFT:
         drafter = ModelDrafter(draft, PagedCache(spec, 2 * blocks, 1))
-    return ModelRunner(TARGET, cache, Drawing(3, make_coin=make_coin), drafter=drafter)
+    return ModelRunner(TARGET, cache, Drawing(3, make_rng=make_rng), drafter=drafter)
 
 
 @pytest.mark.parametrize("draft", [DRAFT, COPY], ids=["own cache", "the target's"])
@@ -126,9 +128,9 @@ def test_preempted_outputs_follow_it(draft):
         num_preemptions.extend(request.num_preemptions for request in requests)
 
     kinds = [Kind((1,), 2, 4, (1,)), Kind((0, 2), 1, 4, (0,)), Kind((2, 1), 3, 3, (1,))]
-    laws = laws_of(kinds, small_runner, serve, width=64, draft=draft)
-    for kind, law in zip(kinds, laws, strict=True):
-        assert distance(law, kind.law()) < 1e-12
+    distributions = distributions_of(kinds, small_runner, serve, width=64, draft=draft)
+    for kind, distribution in zip(kinds, distributions, strict=True):
+        assert distance(distribution, kind.distribution()) < 1e-12
     assert sum(num_preemptions) > 10
 
 
@@ -143,12 +145,12 @@ def test_outputs_of_a_llama_follow_it(draft, bits, coupled):
     head = random_head(target, drafted=(0, 2), bits=bits).pack_weights()
     small = random_llama(5, ops=Ops(), quantization=Quantization(4), **shape)
 
-    def runner_of(n: int, make_coin) -> ModelRunner:
+    def runner_of(n: int, make_rng) -> ModelRunner:
         cache = KVCache(target.kv_spec(draft_layers=1), 8, n)
         drafter = EagleDrafter(head, cache)
         if draft == "model":
             drafter = ModelDrafter(small, KVCache(small.kv_spec(), 8, n))
-        return ModelRunner(target, cache, Drawing(3, coupled, make_coin), drafter=drafter)
+        return ModelRunner(target, cache, Drawing(3, coupled, make_rng), drafter=drafter)
 
     kinds = [
         Kind((2,), 2, 3, (2,)),
@@ -157,8 +159,8 @@ def test_outputs_of_a_llama_follow_it(draft, bits, coupled):
         Kind((1, 2), 2, 3, (1,), dict(top_p=0.6)),
         Kind((1, 0), 2, 3, (), dict(temperature=0.0)),
     ]
-    for kind, law in zip(kinds, laws_of(kinds, runner_of), strict=True):
-        assert distance(law, kind.law(target)) < 1e-12
+    for kind, distribution in zip(kinds, distributions_of(kinds, runner_of), strict=True):
+        assert distance(distribution, kind.distribution(target)) < 1e-12
 
 
 # ---- Any models, and any grammar
@@ -191,19 +193,19 @@ def test_outputs_follow_any_regex(regex, gamma, more):
 
 
 def test_rows_are_independent():
-    """The joint law of two texts of a batch is the product of the target's own laws."""
+    """The joint distribution of two texts of a batch is the product of the target's own."""
     kinds = [Kind((1,), 2, 3, (0,)), Kind((2, 0), 1, 2)]
 
     def run(walk: Walk, n: int) -> list:
         requests = [kinds[seed % 2].request(seed) for seed in range(2 * n)]
-        play(toy_runner(2 * n, make_coin=walk), requests)
+        play(toy_runner(2 * n, make_rng=walk), requests)
         texts = list(map(new_tokens, requests))
         return list(zip(texts[::2], texts[1::2]))
 
-    first, second = (kind.law() for kind in kinds)
+    first, second = (kind.distribution() for kind in kinds)
     product = {(a, b): p * q for a, p in first.items() for b, q in second.items()}
     assert len(product) > 50
-    assert distance(enumerate_law(run, group=2, width=512), product) < 1e-12
+    assert distance(enumerate_distribution(run, group=2, width=512), product) < 1e-12
 
 
 # ---- Planted bugs
@@ -307,10 +309,13 @@ MASKS = {
 def error_of(kinds: list[Kind], target=TARGET, **how) -> float:
     """How far these distributions are from the target's; 1 if it falls apart before."""
     try:
-        laws = laws_of(kinds, target=target, **how)
+        distributions = distributions_of(kinds, target=target, **how)
     except (AssertionError, LookupError, RuntimeError, ValueError):  # `play` or a cache sees it
         return 1.0
-    return max(distance(law, kind.law(target)) for kind, law in zip(kinds, laws, strict=True))
+    return max(
+        distance(distribution, kind.distribution(target))
+        for kind, distribution in zip(kinds, distributions, strict=True)
+    )
 
 
 def check_caught(bugs: dict[str, tuple], kinds: list[Kind], **how) -> None:

@@ -84,7 +84,7 @@ def test_ngram_proposal_is_a_one_hot_distribution():
 @pytest.mark.parametrize("B", [1, 3])  # a lone text is drafted in C, where there is a compiler
 @torch.inference_mode()
 def test_a_coupled_round_makes_no_distributions(B):
-    """At a large vocabulary; the tokens are those that the round's coins pick."""
+    """At a large vocabulary; the tokens are those that the round's rngs pick."""
     V = 5000
     llama = Llama(Config(**SMALL | dict(vocab_size=V)), seed=3).pack_weights()
     llamas = [llama, Llama(Config(**SMALL | dict(vocab_size=V)), seed=3, ops=Ops()).pack_weights()]

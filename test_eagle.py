@@ -1,4 +1,4 @@
-"""EAGLE heads: drafts beside plain formulas, rows beside those of whole texts, the law."""
+"""EAGLE heads: drafts beside plain formulas, rows beside those of whole texts, the distribution."""
 
 import json
 import math

@@ -10,10 +10,10 @@ import gamma
 from gamma import MAX_GAMMA, MEASURED, PATIENCE, PLAIN, TRIAL, AutoGamma, expected_tokens
 
 
-def accepted_drafts(coin: random.Random, alpha: float, gamma: int) -> int:
+def accepted_drafts(rng: random.Random, alpha: float, gamma: int) -> int:
     """Drafts before the first rejection."""
     count = 0
-    while count < gamma and coin.random() < alpha:
+    while count < gamma and rng.random() < alpha:
         count += 1
     return count
 
@@ -27,14 +27,14 @@ def simulate(
     auto: AutoGamma, alpha: float, c: float, w: float, num_rounds: int, seed: int = 0, batch=1
 ) -> list[tuple[int, float, float]]:
     """(γ, expected tokens, seconds) of each round; the clock varies by a tenth, with hiccups."""
-    coin = random.Random(seed)
+    rng = random.Random(seed)
     rounds = []
     for _ in range(num_rounds):
         gamma = auto.choose(batch)
-        accepted = [accepted_drafts(coin, alpha, gamma) for _ in range(batch)]
+        accepted = [accepted_drafts(rng, alpha, gamma) for _ in range(batch)]
         seconds = round_seconds(gamma, c, w)
-        hiccup = 20 if coin.random() < 0.02 else 1
-        auto.observe([gamma] * batch, accepted, seconds * coin.uniform(0.9, 1.1) * hiccup)
+        hiccup = 20 if rng.random() < 0.02 else 1
+        auto.observe([gamma] * batch, accepted, seconds * rng.uniform(0.9, 1.1) * hiccup)
         rounds.append((gamma, expected_tokens(alpha, gamma), seconds))
     return rounds
 
@@ -46,10 +46,10 @@ def reached(rounds: list[tuple[int, float, float]]) -> float:
 
 def test_expected_tokens_by_hand_and_by_simulation():
     table = [(0.7, 5, 2.94), (0.8, 4, 3.36), (0, 4, 1), (1, 4, 5), (0.5, 1, 1.5), (0.9, 0, 1)]
-    coin = random.Random(1)
+    rng = random.Random(1)
     for alpha, num_drafts, tokens in table:
         assert expected_tokens(alpha, num_drafts) == pytest.approx(tokens, abs=0.005)
-        counts = [1 + accepted_drafts(coin, alpha, num_drafts) for _ in range(5_000)]
+        counts = [1 + accepted_drafts(rng, alpha, num_drafts) for _ in range(5_000)]
         assert sum(counts) / 5_000 == pytest.approx(tokens, rel=0.05)
 
 

@@ -90,7 +90,7 @@ def test_text_of_the_plain_loop_is_the_engines(model, draft, base, monkeypatch, 
             assert generate(PROMPT, model, **settings, **way).text == text, way
         exact = generate(PROMPT, model, draft=draft, gamma=4, **settings)
         assert (exact.text == text) == (temperature == 0)
-    assert len(texts) == 3 and exact.text not in texts  # the same law, another text
+    assert len(texts) == 3 and exact.text not in texts  # the same distribution, another text
     assert exact.speculation.acceptance > 0.3
 
 

@@ -210,8 +210,8 @@ def one_by_one(
         logits = logits_of(request.tokens + drafted)[-1:, :250]
         p[j] = probabilities(logits, **settings)[0]
         position = len(request.tokens) + j * coupled
-        coin = Keyed(seed, torch.tensor([position]), TEXT if coupled else draft_role(j))
-        drafted.append(int(coin.pick(p[j : j + 1])))
+        rng = Keyed(seed, torch.tensor([position]), TEXT if coupled else draft_role(j))
+        drafted.append(int(rng.pick(p[j : j + 1])))
     return drafted, p
 
 
@@ -536,10 +536,10 @@ class Contract:
                 probs = self.ops.probabilities(amid(self.on(logits)), **self.on(how)).cpu()
                 torch.testing.assert_close(probs, wanted, atol=atol, rtol=rtol)
                 assert not probs[:, forbidden].any()
-            coin = Keyed(torch.arange(2 * B) + seed, torch.arange(2 * B))[::2]
+            rng = Keyed(torch.arange(2 * B) + seed, torch.arange(2 * B))[::2]
             for probs in (wanted, wanted.double() + 1e-9):
-                picked = self.ops.pick(amid(self.on(probs)), self.on(coin.streams))
-                assert torch.equal(picked.cpu(), coin.pick(probs))
+                picked = self.ops.pick(amid(self.on(probs)), self.on(rng.streams))
+                assert torch.equal(picked.cpu(), rng.pick(probs))
             if self.refuses:
                 logits[-1, -1] = math.nan
                 with pytest.raises(ValueError, match="not finite"):
@@ -568,9 +568,9 @@ class Contract:
         """A round of texts with seeds and lengths of their own."""
         settings = [Settings(seed=random.getrandbits(50)) for _ in num_drafts]
         requests = [Request([1] * random.randint(1, 9), one) for one in settings]
-        coin = partial(Keyed, draw=self.ops.pick)
+        rng = partial(Keyed, draw=self.ops.pick)
         place = Place(self.device, ops=self.ops)
-        return Round(requests, num_drafts, Drawing(V, make_coin=coin), target=place)
+        return Round(requests, num_drafts, Drawing(V, make_rng=rng), target=place)
 
     def test_verifying(self):
         """Texts with fewer drafts than others; drafts that were drawn from q, and some whose q is
@@ -601,9 +601,9 @@ class Contract:
                 drafted[b, n:] = -1
                 q[b, n:] = 0
             p, q, drafted = self.on((p, q, drafted))
-            coin = round.text_coin()
-            wanted = verify_block(p, q, drafted, coin)
-            accepted, token = self.ops.verify_block(verify_block, p, q, drafted, coin)
+            rng = round.text_rng()
+            wanted = verify_block(p, q, drafted, rng)
+            accepted, token = self.ops.verify_block(verify_block, p, q, drafted, rng)
             assert [accepted.tolist(), token.tolist()] == [x.tolist() for x in wanted]
 
     def test_where_a_round_may_end_and_with_which_tokens(self):
@@ -637,7 +637,7 @@ class Contract:
         accepted, token = round.verify(self.on(right), self.on(proposals[0]))
         assert accepted.tolist() == [0, 1] * 10
         ended = self.on(right[range(20), accepted.cpu()])
-        assert torch.equal(token, round.text_coin().pick(ended))
+        assert torch.equal(token, round.text_rng().pick(ended))
         accepted, _ = round.verify(self.on(damaged), self.on(proposals[1]))
         assert accepted.tolist() == [0, 1] * 10
 
@@ -651,7 +651,7 @@ class Contract:
         k = 6
         round = self.verifying_round([k] * (k + 1), 2, Random(0))
         roles = torch.tensor([accept_role(j) for j in range(k)])
-        numbers = uniform(mix(round.text_coin().keys.cpu() ^ roles))  # [k + 1, k]
+        numbers = uniform(mix(round.text_rng().keys.cpu() ^ roles))  # [k + 1, k]
         above = torch.eye(k + 1, dtype=torch.bool)[:, 1:]
         h = torch.where(above, numbers * (1 + 1e-3), numbers * (1 - 1e-3))
         w = 1 - (1 - h).flip(1).cumprod(1).flip(1)
@@ -719,11 +719,11 @@ class Contract:
         """The drafts of one round; the cache is then as before."""
         new = [list(range(7, 7 + n)) for n in unread]
         requests = [Request(text + more, one) for text, more, one in zip(texts, new, settings)]
-        coin = partial(Keyed, draw=self.ops.pick)
+        rng = partial(Keyed, draw=self.ops.pick)
         round = Round(
             requests,
             num_drafts,
-            Drawing(250, coupled, coin),
+            Drawing(250, coupled, rng),
             target=Place(cache.device, ops=self.ops),
         )
         found_before = [num_found(cache, request.tokens) for request in requests]

@@ -498,7 +498,7 @@ def test_multi_step_text_is_the_plain_text(pair):
 
 
 class Greedy:
-    """A coin that picks what is most probable."""
+    """An rng that picks what is most probable."""
 
     def __init__(self, *keys: Tensor):
         """The numbers do not depend on keys."""
@@ -523,7 +523,7 @@ def test_many_texts_of_a_large_vocabulary_make_several_tokens_in_one_look(monkey
     monkeypatch.setattr(Ops, "probabilities", lambda self, logits, *_, **settings: logits.exp())
     n = 72
     cache = KVCache(KVSpec(1, 1, 1, dtype=torch.float64), 8, n)
-    runner = ModelRunner(Large(TRUTH), cache, Drawing(128_000, make_coin=Greedy), multi_step=4)
+    runner = ModelRunner(Large(TRUTH), cache, Drawing(128_000, make_rng=Greedy), multi_step=4)
     requests = [Request(TRUTH[:2], Settings(max_tokens=5, seed=i)) for i in range(n)]
     play(runner, requests)
     assert all(request.tokens == TRUTH[:7] for request in requests)

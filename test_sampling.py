@@ -1,4 +1,4 @@
-"""`probabilities` beside its definition in plain Python; the coin beside its own, and its edges."""
+"""`probabilities` beside its definition in plain Python; the rng beside its own, and its edges."""
 
 import math
 from itertools import accumulate, product
@@ -214,7 +214,7 @@ def test_logits_that_are_not_finite_are_refused():
         check_tokens([3, -1])
 
 
-# ---- The coin
+# ---- The rng
 
 MASK = 2**64 - 1
 
@@ -235,10 +235,10 @@ def stream(seed: int, position: int, role: int, candidate: int | None) -> float:
     return (bits >> 12) / 2**52
 
 
-def pick_uniforms(coin: Keyed, width: int) -> torch.Tensor:
+def pick_uniforms(rng: Keyed, width: int) -> torch.Tensor:
     """The uniforms of `pick`."""
     counters = sampling.counters(width, torch.device("cpu"))
-    return sampling.uniform(sampling.mix(sampling.mix(coin.streams) + counters))
+    return sampling.uniform(sampling.mix(sampling.mix(rng.streams) + counters))
 
 
 @given(
@@ -247,7 +247,7 @@ def pick_uniforms(coin: Keyed, width: int) -> torch.Tensor:
     ),
     st.integers(0, 9),
 )
-def test_coin_bits_are_those_of_splitmix64(rows, j):
+def test_rng_bits_are_those_of_splitmix64(rows, j):
     seeds, positions = torch.tensor(rows).T
     for role in (TEXT, draft_role(j)):
         expected = [[stream(*row, role, i) for i in range(3)] for row in rows]
@@ -274,7 +274,7 @@ def test_every_key_has_a_stream_of_its_own():
     assert len(every.unique()) == len(every)  # a chance coincidence: 2 in ten million
 
 
-def test_coin_of_a_row_is_a_function_of_its_own_key():
+def test_rng_of_a_row_is_a_function_of_its_own_key():
     generator = torch.Generator().manual_seed(1)
     seeds = torch.randint(-(2**63), 2**63 - 1, (7,), generator=generator)
     for trial in range(10):
@@ -284,26 +284,26 @@ def test_coin_of_a_row_is_a_function_of_its_own_key():
         probs[probs < 0.7] = 0  # each row has its own support
         probs[:, 3] += 0.1
         roles = torch.tensor([TEXT, draft_role(0), draft_role(1)] * 3)[:7]
-        coin = Keyed(seeds, positions, roles)
-        accepted = coin.accept(prob)
-        picked = coin.pick(probs)
-        assert torch.equal(accepted[:, :2], coin.accept(prob[:, :2]))  # however many are asked for
-        assert torch.equal(picked, coin.pick(torch.cat((probs, torch.zeros(7, 9)), 1)))
+        rng = Keyed(seeds, positions, roles)
+        accepted = rng.accept(prob)
+        picked = rng.pick(probs)
+        assert torch.equal(accepted[:, :2], rng.accept(prob[:, :2]))  # however many are asked for
+        assert torch.equal(picked, rng.pick(torch.cat((probs, torch.zeros(7, 9)), 1)))
         for b in range(7):
             alone = Keyed(seeds[b : b + 1], positions[b : b + 1], int(roles[b]))
             assert torch.equal(accepted[b], alone.accept(prob[b : b + 1])[0])
             assert picked[b] == alone.pick(probs[b : b + 1])
         for rows in (slice(None), slice(1, None, 3), [4, 0, 4]):
-            assert torch.equal(coin[rows].pick(probs[rows]), picked[rows])
-            assert torch.equal(coin[rows].accept(prob[rows]), accepted[rows])
+            assert torch.equal(rng[rows].pick(probs[rows]), picked[rows])
+            assert torch.equal(rng[rows].accept(prob[rows]), accepted[rows])
 
 
 def test_edges_of_the_uniform(monkeypatch):
     for u, dtype in product((0.0, 2.0**-52, 1 - 2.0**-52), (torch.float32, torch.float64)):
         constant = torch.tensor(u, dtype=torch.float64)
         monkeypatch.setattr(sampling, "uniform", lambda bits: constant.expand(bits.shape).clone())
-        coin = Keyed(torch.tensor([1]), torch.tensor([1]))
-        accepted = coin.accept(torch.tensor([[0.0, 1.0]], dtype=dtype))
+        rng = Keyed(torch.tensor([1]), torch.tensor([1]))
+        accepted = rng.accept(torch.tensor([[0.0, 1.0]], dtype=dtype))
         assert accepted.tolist() == [[False, True]]  # u < prob, strictly: also for u = 0
         for probs, only in (
             ([0.0, 1.0, 0.0], 1),
@@ -311,7 +311,7 @@ def test_edges_of_the_uniform(monkeypatch):
             ([0.0, 0.0, 1e-38], 2),
             ([0.0, 0.4, 0.6], 2),
         ):
-            assert coin.pick(torch.tensor([probs], dtype=dtype)).item() == only
+            assert rng.pick(torch.tensor([probs], dtype=dtype)).item() == only
 
 
 def test_extreme_bits_give_a_uniform_below_1_and_finite_noise(monkeypatch):
@@ -322,10 +322,10 @@ def test_extreme_bits_give_a_uniform_below_1_and_finite_noise(monkeypatch):
         (2**63 - 1, 0.5 - 2.0**-52),
     ):
         monkeypatch.setattr(sampling, "mix", lambda z: torch.full_like(z, bits))
-        coin = Keyed(torch.tensor([5]), torch.tensor([6]))
-        assert pick_uniforms(coin, 3).tolist() == [[u] * 3]
-        assert coin.pick(torch.tensor([[0.0, 0.3, 0.7]])).item() == 2
-        noise = sampling.exponential(coin.streams, 3)
+        rng = Keyed(torch.tensor([5]), torch.tensor([6]))
+        assert pick_uniforms(rng, 3).tolist() == [[u] * 3]
+        assert rng.pick(torch.tensor([[0.0, 0.3, 0.7]])).item() == 2
+        noise = sampling.exponential(rng.streams, 3)
         assert 0 < noise.min() and noise.isfinite().all() and noise.dtype == torch.float64
 
 
@@ -344,39 +344,47 @@ def test_pick_never_takes_probability_0(rows, seed):
     assert (probs.gather(1, picked[:, None]) > 0).all()
 
 
-def chi_square(drawn: torch.Tensor, law: torch.Tensor) -> float:
-    """How far the counts of the indices in `drawn` are from n · law."""
-    counts = torch.bincount(drawn, minlength=len(law)).double()
-    expected = len(drawn) * law.double()
-    assert len(counts) == len(law) and not counts[law == 0].any()
-    return float(((counts - expected)[law > 0] ** 2 / expected[law > 0]).sum())
+def chi_square(drawn: torch.Tensor, distribution: torch.Tensor) -> float:
+    """How far the counts of the indices in `drawn` are from n · distribution."""
+    counts = torch.bincount(drawn, minlength=len(distribution)).double()
+    expected = len(drawn) * distribution.double()
+    assert len(counts) == len(distribution) and not counts[distribution == 0].any()
+    return float(((counts - expected)[distribution > 0] ** 2 / expected[distribution > 0]).sum())
 
 
-def test_law_of_picks_and_of_decisions():
-    """Bounds that a true coin exceeds once in a million, along the texts and across requests."""
+def test_distribution_of_picks_and_of_decisions():
+    """Bounds that a true rng exceeds once in a million, along the texts and across requests."""
     n = 200_000
-    law = torch.tensor([0.5, 0.25, 0.0, 0.15, 0.1])
+    distribution = torch.tensor([0.5, 0.25, 0.0, 0.15, 0.1])
     sevens = torch.full((n,), 7)
     for seeds, positions in ((sevens, torch.arange(n)), (torch.arange(n), sevens)):
-        first = Keyed(seeds, positions, TEXT).pick(law.expand(n, 5))
-        second = Keyed(seeds, positions, draft_role(0)).pick(law.expand(n, 5))
+        first = Keyed(seeds, positions, TEXT).pick(distribution.expand(n, 5))
+        second = Keyed(seeds, positions, draft_role(0)).pick(distribution.expand(n, 5))
         decided = Keyed(seeds, positions).accept(torch.tensor([0.3, 0.9]).expand(n, 2)).long()
-        law_a, law_b = (torch.tensor([1 - p, p]) for p in (0.3, 0.9))
-        assert chi_square(first, law) < 31 and chi_square(second, law) < 31  # 3 degrees of freedom
-        for a, b, law_of_a, law_of_b, bound in [  # pairs: each is independent of the other
-            (first, second, law, law, 58),
-            (decided[:, 0], decided[:, 1], law_a, law_b, 31),
-            (first, decided[:, 0], law, law_a, 41),
-            (second, decided[:, 0], law, law_a, 41),
-            (first[:-1], first[1:], law, law, 58),
+        distribution_a, distribution_b = (torch.tensor([1 - p, p]) for p in (0.3, 0.9))
+        assert (
+            chi_square(first, distribution) < 31 and chi_square(second, distribution) < 31
+        )  # 3 degrees of freedom
+        for (
+            a,
+            b,
+            distribution_of_a,
+            distribution_of_b,
+            bound,
+        ) in [  # pairs: each is independent of the other
+            (first, second, distribution, distribution, 58),
+            (decided[:, 0], decided[:, 1], distribution_a, distribution_b, 31),
+            (first, decided[:, 0], distribution, distribution_a, 41),
+            (second, decided[:, 0], distribution, distribution_a, 41),
+            (first[:-1], first[1:], distribution, distribution, 58),
         ]:
-            joint = (law_of_a[:, None] * law_of_b).flatten()
-            assert chi_square(a * len(law_of_b) + b, joint) < bound
+            joint = (distribution_of_a[:, None] * distribution_of_b).flatten()
+            assert chi_square(a * len(distribution_of_b) + b, joint) < bound
 
 
-def test_law_of_a_wide_flat_draw():
+def test_distribution_of_a_wide_flat_draw():
     """Every token of a vocabulary is drawn equally often, the last as the first."""
     n, V = 60_000, 64
-    law = torch.full((V,), 1 / V)
-    picked = Keyed(torch.full((n,), -3), torch.arange(n)).pick(law.expand(n, V))
-    assert chi_square(picked, law) < 130  # 63 degrees of freedom
+    distribution = torch.full((V,), 1 / V)
+    picked = Keyed(torch.full((n,), -3), torch.arange(n)).pick(distribution.expand(n, V))
+    assert chi_square(picked, distribution) < 130  # 63 degrees of freedom

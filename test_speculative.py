@@ -11,7 +11,7 @@ from torch import Tensor
 
 import museum
 from kernels import Ops
-from proof import Walk, WalkingCoin, enumerate_law, surprise
+from proof import Walk, WalkingRng, enumerate_distribution, surprise
 from request import Request, Settings
 from sampling import TEXT, Keyed, counters, draft_role, mix, probabilities, uniform
 from settings import SETTINGS
@@ -66,35 +66,35 @@ def reached(function: Callable, p: Tensor, q: Tensor, count: int) -> float:
 @pytest.mark.parametrize("function", [verify, verify_block])
 @given(st.data(), st.integers(2, 5), st.integers(1, 3))
 def test_verify_follows_p_and_accepts_as_many_as_it_says(function, data, V, k):
-    """For any p and q: each token's law is p's."""
+    """For any p and q: each token's distribution is p's."""
     p = data.draw(distributions(k + 1, V))
     q = p.clone() if data.draw(st.booleans()) else data.draw(distributions(k + 1, V))
     num_drafts = data.draw(st.integers(0, k))
     q[num_drafts:] = 0
 
     def run(walk: Walk, n: int) -> list:
-        coin = WalkingCoin(walk.branches)
+        rng = WalkingRng(walk.branches)
         drafted = torch.full((n, k), -1)
         for j in range(num_drafts):
-            drafted[:, j] = coin.pick(q[j].expand(n, -1))
-        accepted, token = function(p.expand(n, -1, -1), q.expand(n, -1, -1), drafted, coin)
+            drafted[:, j] = rng.pick(q[j].expand(n, -1))
+        accepted, token = function(p.expand(n, -1, -1), q.expand(n, -1, -1), drafted, rng)
         rows = zip(drafted.tolist(), accepted.tolist(), token.tolist())
         return [(*row[:count], last) for row, count, last in rows]
 
-    law = enumerate_law(run)
-    assert sum(law.values()) == pytest.approx(1, abs=1e-12)
+    distribution = enumerate_distribution(run)
+    assert sum(distribution.values()) == pytest.approx(1, abs=1e-12)
     for j in range(num_drafts + 1):
         before = reached(function, p, q, j)
         assert before == pytest.approx(
-            sum(m for text, m in law.items() if len(text) > j), abs=1e-12
+            sum(m for text, m in distribution.items() if len(text) > j), abs=1e-12
         )
         for x in range(V):
-            mass = sum(m for text, m in law.items() if len(text) > j and text[j] == x)
+            mass = sum(m for text, m in distribution.items() if len(text) > j and text[j] == x)
             assert mass == pytest.approx(before * p[j, x].item(), abs=1e-12)
 
 
 class Refuses:
-    """A coin that remembers what is asked, accepts nothing, and picks what is most probable."""
+    """An rng that remembers what is asked, accepts nothing, and picks what is most probable."""
 
     def accept(self, prob: Tensor) -> Tensor:
         assert prob.isfinite().all()
@@ -120,11 +120,11 @@ def expected_drafts(function: Callable, p: list[Tensor], q: list[Tensor]) -> Ten
     q_of_runs = torch.stack([rows[:, at] for rows, at in zip(q, after)], 2)
     mass = q_of_runs.flatten(0, 1).gather(2, drafted[..., None]).prod(1).view(n, -1)
     q_of_runs = torch.nn.functional.pad(q_of_runs, (0, 0, 0, 1))
-    coin = Refuses()
-    function(p_of_runs.flatten(0, 1), q_of_runs.flatten(0, 1), drafted, coin)
-    reaches = coin.prob.cumprod(1)  # all drafts so far stand
+    rng = Refuses()
+    function(p_of_runs.flatten(0, 1), q_of_runs.flatten(0, 1), drafted, rng)
+    reaches = rng.prob.cumprod(1)  # all drafts so far stand
     if function is verify_block:  # this one stands, or one after it: [n · V^k, k], the last first
-        reaches = 1 - (1 - coin.prob).flip(1).cumprod(1)
+        reaches = 1 - (1 - rng.prob).flip(1).cumprod(1)
     return (mass * reaches.sum(1).view(n, -1)).sum(1)
 
 
@@ -174,8 +174,8 @@ def test_verify_survives_a_residual_without_mass(function):
     assert function(p, q, torch.tensor([[1]]), Refuses())[1].tolist() == [0]
 
 
-def test_roles_that_share_numbers_change_the_law():
-    """40,000 seeds with production's coin: right as it is, and wrong if two roles are one."""
+def test_roles_that_share_numbers_change_the_distribution():
+    """40,000 seeds with production's rng: right as it is, and wrong if two roles are one."""
     n = 40_000
     p = torch.tensor([0.5, 0.3, 0.2])
     q = torch.tensor([0.2, 0.2, 0.6])
@@ -194,11 +194,11 @@ def test_roles_that_share_numbers_change_the_law():
 
     def error(role: int = draft_role(0), accept_as: int | None = None) -> float:
         drafted = Keyed(seeds, positions, role).pick(q.expand(n, -1))
-        coin = Shared(seeds, positions)
-        coin.accept_as = accept_as
+        rng = Shared(seeds, positions)
+        rng.accept_as = accept_as
         both = torch.stack((p, p)).expand(n, -1, -1)
         proposed = torch.stack((q, torch.zeros(3))).expand(n, -1, -1)
-        accepted, token = verify_block(both, proposed, drafted[:, None], coin)
+        accepted, token = verify_block(both, proposed, drafted[:, None], rng)
         first = torch.where(accepted > 0, drafted, token)
         return (torch.bincount(first, minlength=3) / n - p).abs().max().item()
 
@@ -218,7 +218,7 @@ WRONG_KEYS = (
 @pytest.mark.parametrize(
     "where, bugs", [("paged", ()), pytest.param("own", WRONG_KEYS, marks=pytest.mark.slow)]
 )
-def test_frequencies_of_whole_texts_with_productions_coin(where, bugs):
+def test_frequencies_of_whole_texts_with_productions_rng(where, bugs):
     """Runner, drafter, caches and keyed numbers, in several rounds: χ² of 2,000 texts. It is large
     if two roles are one, if two drafts are, or if each round draws the numbers of the first."""
     kind = Kind((0,), 2, 4, settings=dict(temperature=2.0))
@@ -227,7 +227,7 @@ def test_frequencies_of_whole_texts_with_productions_coin(where, bugs):
         requests = [kind.request(seed) for seed in range(2000)]
         play(toy_runner(2000, draft=DRAFT if where == "own" else COPY, where=where), requests)
         assert max(len(request.rounds) for request in requests) > 2
-        return surprise(list(map(new_tokens, requests)), kind.law())
+        return surprise(list(map(new_tokens, requests)), kind.distribution())
 
     assert error() < 4
     for right, wrong in bugs:
@@ -236,18 +236,18 @@ def test_frequencies_of_whole_texts_with_productions_coin(where, bugs):
 
 
 def test_coupled_drafts_are_accepted_as_often_as_the_paper_says():
-    """At least (1 − TV) / (1 + TV); of 20,000 seeds, and with production's coin."""
+    """At least (1 − TV) / (1 + TV); of 20,000 seeds, and with production's rng."""
     n = 20_000
     p = torch.tensor([0.5, 0.3, 0.2]).expand(n, 2, -1)
     q = torch.tensor([0.3, 0.3, 0.4]).expand(n, -1)  # TV 0.2
     keys = torch.arange(n).repeat_interleave(2), torch.tensor([7, 8]).repeat(n)
-    coin = Keyed(*keys)
-    drafted = coin[::2].pick(q)[:, None]
-    accepted, token = couple(p, drafted, coin)
+    rng = Keyed(*keys)
+    drafted = rng[::2].pick(q)[:, None]
+    accepted, token = couple(p, drafted, rng)
     assert accepted.float().mean() > 0.8 / 1.2 - 0.01
     first = torch.where(accepted > 0, drafted[:, 0], token)
-    assert torch.equal(first, coin[::2].pick(p[:, 0]))  # the target's own picks
-    assert torch.equal(token[accepted > 0], coin[1::2].pick(p[:, 1])[accepted > 0])
+    assert torch.equal(first, rng[::2].pick(p[:, 0]))  # the target's own picks
+    assert torch.equal(token[accepted > 0], rng[1::2].pick(p[:, 1])[accepted > 0])
 
 
 # ---- A round: a row's settings, seed and positions
@@ -272,22 +272,22 @@ def test_round_gives_each_row_its_own_settings_seed_and_position():
 
     def picks(keys: Sequence[tuple[int, int, int]], probs: Tensor) -> list[int]:
         """One row after the other."""
-        coins = [Keyed(torch.tensor([s]), torch.tensor([at]), role) for s, at, role in keys]
-        return [int(coin.pick(row[None])) for coin, row in zip(coins, probs)]
+        rngs = [Keyed(torch.tensor([s]), torch.tensor([at]), role) for s, at, role in keys]
+        return [int(rng.pick(row[None])) for rng, row in zip(rngs, probs)]
 
-    probs = torch.full((8, 50), 0.02)  # flat: a pick shows its coin
-    assert round.draft_coin(1, [2, 0]).pick(probs[:2]).tolist() == picks(
+    probs = torch.full((8, 50), 0.02)  # flat: a pick shows its rng
+    assert round.draft_rng(1, [2, 0]).pick(probs[:2]).tolist() == picks(
         [(6, 3, draft_role(1)), (4, 1, draft_role(1))], probs
     )
-    assert round.text_coin().pick(probs[:4]).tolist() == picks(
+    assert round.text_rng().pick(probs[:4]).tolist() == picks(
         [(4, 1, TEXT), (5, 2, TEXT), (6, 3, TEXT), (7, 4, TEXT)], probs
     )
     round = Round(requests, [1, 1, 1, 0], Drawing(5, coupled=True), target=Place())
-    assert round.draft_coin(1, [2, 0]).pick(probs[:2]).tolist() == picks(
+    assert round.draft_rng(1, [2, 0]).pick(probs[:2]).tolist() == picks(
         [(6, 4, TEXT), (4, 2, TEXT)], probs
     )
     keys = [(4 + i, 1 + i + j, TEXT) for i in range(4) for j in range(2)]
-    assert round.text_coin().pick(probs).tolist() == picks(keys, probs)
+    assert round.text_rng().pick(probs).tolist() == picks(keys, probs)
 
 
 def test_distributions_of_drafts_are_kept_as_they_were_drawn_from():

@@ -41,7 +41,7 @@ from settings import SETTINGS
 
 if TYPE_CHECKING:
     from model import Features, Llama, Rope
-    from speculative import Coin, Proposal, Round, Verify
+    from speculative import Proposal, Rng, Round, Verify
 
 ONE_CALL = 64  # tokens of a step that is one call: Ctrl-C waits for its end
 warnings.filterwarnings(  # python -m cpu.native
@@ -117,11 +117,11 @@ class CPU(Ops):
         return super().pick(probs, streams)
 
     def verify_block(
-        self, plain: Verify, p: Tensor, q: Tensor, drafted: Tensor, coin: Coin
+        self, plain: Verify, p: Tensor, q: Tensor, drafted: Tensor, rng: Rng
     ) -> tuple[Tensor, Tensor]:
-        if type(coin) is not Keyed or not native.serves(p, q):
-            return super().verify_block(plain, p, q, drafted, coin)
-        return native.verify_drafts(p, q, drafted, coin)
+        if type(rng) is not Keyed or not native.serves(p, q):
+            return super().verify_block(plain, p, q, drafted, rng)
+        return native.verify_drafts(p, q, drafted, rng)
 
     # ---- Attention
 
@@ -220,7 +220,7 @@ def attends_in_c(metadata: AttentionMetadata) -> bool:
 
 
 def drafts_in_c(chain: Chain, round: Round) -> bool:
-    """Whether drafts are one call: of a lone sequence with few unread tokens, coins that C can
+    """Whether drafts are one call: of a lone sequence with few unread tokens, rngs that C can
     compute, distributions in float32, no grammar."""
     if type(chain) not in (ModelChain, HeadChain) or len(round.num_drafts) != 1:
         return False
@@ -228,15 +228,15 @@ def drafts_in_c(chain: Chain, round: Round) -> bool:
         return False
     if round.masks is not None or round.dtype != torch.float32:
         return False
-    return native.cache_layout(chain.cache) is not None and isinstance(round.coins, Keyed)
+    return native.cache_layout(chain.cache) is not None and isinstance(round.rngs, Keyed)
 
 
 def draws(round: Round) -> native.Draws:
     """How the drafts of a lone sequence are drawn."""
     settings = native.setting_rows({name: round.setting(name)[0] for name in SETTINGS}, 1)
-    first = round.first_draft_coin
-    coins = round.coins[first : first + round.num_drafts[0]]
-    return native.Draws(settings, coins.streams, round.vocab_size)
+    first = round.first_draft_rng
+    rngs = round.rngs[first : first + round.num_drafts[0]]
+    return native.Draws(settings, rngs.streams, round.vocab_size)
 
 
 @cache

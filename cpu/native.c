@@ -577,7 +577,7 @@ void layers(const Model *m, float *x, float *out, const float *angles, const Ste
     free(room.in);
 }
 
-// ---- The coin -----------------------------------------------------------------------------------
+// ---- The rng -----------------------------------------------------------------------------------
 
 INLINE uint64_t mix(uint64_t z) {                   // sampling.py: SplitMix64's finalizer
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9;

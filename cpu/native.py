@@ -526,7 +526,7 @@ def pick_tokens(probs: Tensor, streams: Tensor) -> Tensor:
     return picked
 
 
-def verify_drafts(p: Tensor, q: Tensor, drafted: Tensor, coin: Keyed) -> tuple[Tensor, Tensor]:
+def verify_drafts(p: Tensor, q: Tensor, drafted: Tensor, rng: Keyed) -> tuple[Tensor, Tensor]:
     """What speculative.verify_block returns. p, q: float32[B, k + 1, V]; drafted: int64[B, k]."""
     B, k = drafted.shape
     V = p.shape[2]
@@ -536,7 +536,7 @@ def verify_drafts(p: Tensor, q: Tensor, drafted: Tensor, coin: Keyed) -> tuple[T
         "verify_drafts",
         *(shaped(x, B, k + 1, V) for x in (p, q)),
         drafted.contiguous(),
-        *(shaped(x, B, 1) for x in (coin.keys, coin.streams)),
+        *(shaped(x, B, 1) for x in (rng.keys, rng.streams)),
         accepted_and_token,
         room,
         *(B, k, V, accept_role(0)),

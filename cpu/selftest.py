@@ -191,9 +191,9 @@ def sampled(ops: Ops) -> Iterator[Trial]:
     filters = dict(top_k=top_k, top_p=0.8, min_p=0.05)
     wanted = PLAIN.probabilities(logits, **filters)
     yield Trial("filters", lambda: ops.probabilities(logits, **filters), wanted)
-    coin = Keyed(torch.arange(9), torch.arange(9))
-    wanted = coin.pick(probs)
-    yield Trial("pick", lambda: ops.pick(probs, coin.streams), wanted)
+    rng = Keyed(torch.arange(9), torch.arange(9))
+    wanted = rng.pick(probs)
+    yield Trial("pick", lambda: ops.pick(probs, rng.streams), wanted)
     third = torch.arange(V) // 200
     q = torch.tensor([0.0035, 0.0015, 0], dtype=torch.float32)[third].repeat(99, 3, 1)
     p = q.clone()
@@ -202,11 +202,11 @@ def sampled(ops: Ops) -> Iterator[Trial]:
     q[:, -1] = 0  # after the last draft
     drafted = torch.zeros(99, 2, dtype=torch.int64)
     drafted[::3, 1] = 599  # which q does not allow
-    coin = Keyed(torch.arange(99), torch.arange(99))
-    wanted = verify_block(p, q, drafted, coin)
+    rng = Keyed(torch.arange(99), torch.arange(99))
+    wanted = verify_block(p, q, drafted, rng)
     yield Trial(
         "verify",
-        lambda: torch.cat(ops.verify_block(verify_block, p, q, drafted, coin)),
+        lambda: torch.cat(ops.verify_block(verify_block, p, q, drafted, rng)),
         torch.cat(wanted),
     )
 

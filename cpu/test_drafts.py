@@ -56,7 +56,7 @@ def drafts(
     gamma: int = 2,
     coupled: bool = False,
     texts: int = 1,
-    coin: Any = Keyed,
+    rng: Any = Keyed,
     bits: str = "16",
     dtype: torch.dtype = torch.float32,
     **settings: Any,
@@ -73,7 +73,7 @@ def drafts(
     requests = [
         Request(list(TEXT), Settings(seed=5 + i, max_tokens=20, **settings)) for i in range(texts)
     ]
-    round = Round(requests, [gamma] * texts, Drawing(250, coupled, coin), target=Place(dtype=dtype))
+    round = Round(requests, [gamma] * texts, Drawing(250, coupled, rng), target=Place(dtype=dtype))
     chain = model_chain(llama, cache, seqs, [TEXT[-unread:]] * texts, round)
     with mock.patch.object(Chain, "one_by_one", autospec=True) as plain:
         plain.side_effect = ONE_BY_ONE
@@ -159,7 +159,7 @@ CASES = [
     ({}, dict(min_p=0.1, coupled=True), True),
     ({}, dict(texts=2), False),
     ({}, dict(dtype=torch.float64), False),
-    ({}, dict(coin=Walk([()] * 6)), False),  # proofs walk through every pick
+    ({}, dict(rng=Walk([()] * 6)), False),  # proofs walk through every pick
     (dict(dtype=torch.bfloat16), {}, False),
     (dict(packed=False), {}, False),
 ]

@@ -126,11 +126,11 @@ def test_wrong_shapes_and_rows_are_refused():
             native.add_norm(x, delta, gain, 1e-5)
     p = torch.full((2, 3, 7), 1 / 7)
     drafted = torch.zeros(2, 2, dtype=torch.int64)
-    coin = Keyed(torch.arange(2), torch.arange(2))
+    rng = Keyed(torch.arange(2), torch.arange(2))
     for wrong in (
-        (p[:, :2], p, drafted, coin),
-        (p, p[:1], drafted, coin),
-        (p, p, drafted, coin[:1]),
+        (p[:, :2], p, drafted, rng),
+        (p, p[:1], drafted, rng),
+        (p, p, drafted, rng[:1]),
     ):
         with pytest.raises(ValueError, match="C wants numbers of shape"):
             native.verify_drafts(*wrong)

@@ -202,17 +202,17 @@ def test_c_makes_all_probabilities_but_of_float64(dtype, monkeypatch):
     assert torch.equal(probs[1], alone[1]) and 1 <= (probs[0] > 0).sum() <= 3
 
 
-def test_verifying_is_c_with_keyed_coins_alone():
+def test_verifying_is_c_with_keyed_rngs_alone():
     round = Round([Request([1], Settings(seed=0))], [2], Drawing(5), target=Place())
     p = torch.ones(1, 3, 5) / 5
     drafted = torch.tensor([[1, 2]])
-    coin = round.text_coin()
+    rng = round.text_rng()
 
     def plain(*arguments: Any) -> str:
         return "plain"
 
-    assert CPU().verify_block(plain, p, p, drafted, coin) != "plain"
-    assert CPU().verify_block(plain, p.double(), p.double(), drafted, coin) == "plain"
+    assert CPU().verify_block(plain, p, p, drafted, rng) != "plain"
+    assert CPU().verify_block(plain, p.double(), p.double(), drafted, rng) == "plain"
     assert CPU().verify_block(plain, p, p, drafted, SimpleNamespace()) == "plain"
 
 

@@ -8,7 +8,7 @@ for each piece:
     _gather  copies likely candidates, with at least 2⁻¹⁴ of the largest probability, side by side
     _edge    for each row: the smallest probability that the filters keep, and the sum of all kept
     _cut     the kept probabilities, divided by that sum; 0 for the others
-    _race    for each piece: the largest p_i / E_i, with the coin's exponentials computed on the way
+    _race    for each piece: the largest p_i / E_i, with the rng's exponentials computed on the way
     _winner  for each row: the best of its pieces' largest
 
 Without top-k, top-p and min-p there are four launches. No shape depends on a number, so a graph can

@@ -226,10 +226,10 @@ class Inputs:
     def __init__(self, B: int, k: int, device: torch.device | str, pinned: bool = False):
         sizes = [2 * B, B, 3 * B * (k + 1), len(SETTINGS) * B]
         self.buffer = torch.zeros(sum(sizes), dtype=torch.int64, device=device, pin_memory=pinned)
-        tokens, num_drafts, coins, settings = self.buffer.split(sizes)
+        tokens, num_drafts, rngs, settings = self.buffer.split(sizes)
         self.tokens = tokens  # int64[2 B], unread ones, end to end
         self.num_drafts = num_drafts  # int64[B]
-        self.coins = coins.view(-1, 3)  # int64[B · (k + 1), 3]: seeds, positions, roles
+        self.rngs = rngs.view(-1, 3)  # int64[B · (k + 1), 3]: seeds, positions, roles
         self.settings = settings.view(torch.float64).view(-1, B)  # float64[settings, B]
 
     @classmethod
@@ -239,7 +239,7 @@ class Inputs:
         inputs = cls(B, max(round.num_drafts), "cpu", pinned=round.device.type == "cuda")
         inputs.tokens[: len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
         inputs.num_drafts[:n] = torch.tensor(round.num_drafts, dtype=torch.int64)
-        inputs.coins[: len(round.keys)] = torch.tensor(round.keys, dtype=torch.int64)
+        inputs.rngs[: len(round.keys)] = torch.tensor(round.keys, dtype=torch.int64)
         for row, (name, neutral) in zip(inputs.settings, SETTINGS.items()):
             values = [neutral if value is None else value for value in round.setting(name)]
             row[:n] = torch.tensor(values, dtype=torch.float64)
@@ -309,12 +309,12 @@ class Drafts:
         inputs = Inputs(B, k, device)
         first_metadata = empty_metadata(cache, bucket)
         llama = self.llama
-        coin = round.make_coin
-        first_coin = round.first_draft_coin
+        rng = round.make_rng
+        first_rng = round.first_draft_rng
         ops = round.ops
 
         def run() -> None:  # `Chain.one_by_one` for all B rows; without `self`, which holds it
-            coins = coin(*inputs.coins.unbind(1))
+            rngs = rng(*inputs.rngs.unbind(1))
             settings = {name: row for name, row in zip(SETTINGS, inputs.settings) if name in used}
             is_padding = inputs.num_drafts[:, None] <= torch.arange(k, device=device)  # bool[B, k]
             following = next_steps(first_metadata, inputs.num_drafts.int() - 1, k - 1)
@@ -326,7 +326,7 @@ class Drafts:
                 probs = ops.probabilities(logits, **settings)
                 if q is not None:
                     torch.where(is_padding[:, j, None], zero, probs.to(q.dtype), out=q[:, j])
-                picked.append(coins[first_coin + j :: k + 1].pick(probs))
+                picked.append(rngs[first_rng + j :: k + 1].pick(probs))
                 tokens = picked[j].clamp(min=0)  # −1: not finite
                 logits_indices = None
             torch.stack(picked, 1, out=drafted)

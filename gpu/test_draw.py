@@ -110,10 +110,8 @@ def test_everything_is_written_and_nothing_outside(monkeypatch):
     logits = (logits * torch.tensor([[1.0], [-1.0]])).nan_to_num(posinf=4.0).to(DEVICE)
     assert_alike(logits, top_k=4, top_p=0.83)
     assert_alike(logits, temperature=0.5)
-    coin = Keyed(torch.arange(2, device=DEVICE), torch.arange(2, device=DEVICE))
-    assert torch.equal(
-        draw.draw_token(logits.exp(), coin.streams), by_definition(coin, logits.exp())
-    )
+    rng = Keyed(torch.arange(2, device=DEVICE), torch.arange(2, device=DEVICE))
+    assert torch.equal(draw.draw_token(logits.exp(), rng.streams), by_definition(rng, logits.exp()))
     for buffer in buffers:
         around = torch.cat((buffer[:32], buffer[-32:]))
         assert (around.isnan() if buffer.is_floating_point() else around == 77).all()
@@ -142,14 +140,14 @@ def test_logits_that_are_not_finite_give_no_token():
     bad = [[math.nan] * 10, [-math.inf] * 10, [1.0] * 4 + [math.inf] * 2 + [1.0] * 4]
     fine = torch.randn(2, 10, generator=torch.Generator().manual_seed(0))
     logits = torch.cat((fine, torch.tensor(bad)))
-    coin = Keyed(torch.arange(5, device=DEVICE), torch.arange(5, device=DEVICE))
+    rng = Keyed(torch.arange(5, device=DEVICE), torch.arange(5, device=DEVICE))
     for setting in (dict(temperature=0), dict(top_k=3, top_p=0.9, min_p=0.1)):
         probs = drawn(logits, **setting)
         wanted = drawn(fine, **setting)
         assert probs[2:].isnan().all() and torch.equal(probs[:2], wanted)
-        picked = draw.draw_token(probs.to(DEVICE), coin.streams).tolist()
+        picked = draw.draw_token(probs.to(DEVICE), rng.streams).tolist()
         assert picked[2:] == [-1] * 3
-        assert picked[:2] == by_definition(coin[:2], wanted.to(DEVICE)).tolist()
+        assert picked[:2] == by_definition(rng[:2], wanted.to(DEVICE)).tolist()
 
 
 def test_no_rows():
@@ -161,8 +159,8 @@ def test_no_rows():
 # ---- The pick
 
 
-def by_definition(coin: Keyed, probs: torch.Tensor) -> torch.Tensor:
-    return sampling.pick(probs.double(), coin.streams)
+def by_definition(rng: Keyed, probs: torch.Tensor) -> torch.Tensor:
+    return sampling.pick(probs.double(), rng.streams)
 
 
 def test_a_gpu_samples_by_these_kernels(monkeypatch):
@@ -177,11 +175,11 @@ def test_a_gpu_samples_by_these_kernels(monkeypatch):
 
         monkeypatch.setattr(draw, name, spy)
     ops = GPU()
-    coin = Keyed(torch.arange(1, device=DEVICE), torch.arange(1, device=DEVICE), draw=ops.pick)
+    rng = Keyed(torch.arange(1, device=DEVICE), torch.arange(1, device=DEVICE), draw=ops.pick)
     for dtype, result in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
         probs = ops.probabilities(torch.zeros(1, 5, device=DEVICE, dtype=dtype), top_k=2)
         assert probs.dtype == result
-        assert coin.pick(probs).tolist() == by_definition(coin, probs).tolist()
+        assert rng.pick(probs).tolist() == by_definition(rng, probs).tolist()
     assert names == ["draw_probabilities", "draw_token"] * 2
     monkeypatch.setattr(sampling, "probabilities", lambda logits, **settings: settings)
     assert ops.probabilities(torch.zeros(1, 5), top_k=2, fifth=1) == dict(top_k=2, fifth=1)
@@ -195,11 +193,11 @@ def test_a_graph_of_it(monkeypatch):
     logits = torch.randn(4, 128256, device=DEVICE)
     ops = GPU()
     settings = dict(top_k=column(0, 50, 0, 7), top_p=column(0.9, 1, 0.5, 0.7))
-    coin = Keyed(torch.arange(4, device=DEVICE), torch.arange(4, device=DEVICE), draw=ops.pick)
+    rng = Keyed(torch.arange(4, device=DEVICE), torch.arange(4, device=DEVICE), draw=ops.pick)
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
         probs = ops.probabilities(logits, temperature=0.7, **settings)
-        return probs, coin.pick(probs)
+        return probs, rng.pick(probs)
 
     run()
     torch.cuda.synchronize()

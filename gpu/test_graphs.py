@@ -32,7 +32,15 @@ from kernels import Ops, ops_for
 from kvcache import AttentionMetadata, Cache, KVCache, KVSpec, SequenceSlice
 from model import Llama
 from paged import PagedCache
-from proof import Branch, Toy, Walk, WalkingCoin, distance, enumerate_law, sequential_law
+from proof import (
+    Branch,
+    Toy,
+    Walk,
+    WalkingRng,
+    distance,
+    enumerate_distribution,
+    sequential_distribution,
+)
 from request import Request, Settings
 from runner import ModelRunner
 from sampling import Keyed
@@ -153,7 +161,7 @@ class Launches(TorchDispatchMode):
 
 
 @cache
-def coin_of(ops: Ops) -> Callable[..., Keyed]:
+def rng_of(ops: Ops) -> Callable[..., Keyed]:
     return partial(Keyed, draw=ops.pick)
 
 
@@ -170,11 +178,11 @@ def draft(
     unread = [[1] * n for n in num_unread]
     requests = [Request(text, Settings(seed=seed)) for seed, text in enumerate(unread)]
     seqs = [kv.open(())[0] for _ in requests]
-    coin = coin_of(llama.ops)
+    rng = rng_of(llama.ops)
     round = Round(
         requests,
         [k] * len(seqs),
-        Drawing(67, coupled, coin),
+        Drawing(67, coupled, rng),
         target=Place(DEVICE, dtype, llama.ops),
     )
     return model_chain(llama, kv, seqs, unread, round).draft(round)
@@ -256,7 +264,7 @@ def test_drafts_beside_a_grammar_are_made_one_by_one_with_its_masks():
         grammars, grammars.compile(Grammar("regex", "[AB]C[DE]")), []
     )
     seqs = [kv.open(())[0] for _ in requests]
-    round = Round(requests, [3, 3], Drawing(67, make_coin=coin_of(llama.ops)), target=llama)
+    round = Round(requests, [3, 3], Drawing(67, make_rng=rng_of(llama.ops)), target=llama)
     with recorded(), mock.patch.object(graphs.Drafts, "__call__", side_effect=AssertionError):
         drafted, q = model_chain(llama, kv, seqs, [[1], [1]], round).draft(round)
     assert b"".join(spelled[id] for id in drafted[1].tolist()) in (b"ACD", b"ACE", b"BCD", b"BCE")
@@ -396,16 +404,16 @@ class Table(Toy):
 class Only(Walk):
     """Decides for rows of a text: four tokens in the end, at most two drafts, fewer at the end."""
 
-    def __call__(self, seeds: Tensor, positions: Tensor, roles: Tensor) -> WalkingCoin:
+    def __call__(self, seeds: Tensor, positions: Tensor, roles: Tensor) -> WalkingRng:
         branches = []
         for seed, length, role in zip(seeds.tolist(), positions.tolist(), roles.tolist()):
             draws = length and (role - 1) // 2 < min(2, 3 - length)
             branches.append(self.branches[seed] if draws else Branch(()))
-        return WalkingCoin(branches)
+        return WalkingRng(branches)
 
 
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="the walking coin is on the host")
-def test_the_law_of_the_recorded_path_is_the_targets_own():
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="the walking rng is on the host")
+def test_the_distribution_of_the_recorded_path_is_the_targets_own():
     """By enumeration, with the steps and drafts of the recorded path, done again, not recorded."""
     target = Table(2, 5, seed=1)
     draft = Table(2, 5, seed=2)
@@ -415,7 +423,7 @@ def test_the_law_of_the_recorded_path_is_the_targets_own():
         spec = KVSpec(1, 1, 1, ops=target.ops)
         cache = KVCache(spec, 5, n)
         drafter = ModelDrafter(draft, KVCache(spec, 5, n))
-        runner = ModelRunner(target, cache, Drawing(2, make_coin=walk), drafter=drafter)
+        runner = ModelRunner(target, cache, Drawing(2, make_rng=walk), drafter=drafter)
         requests = []
         for row in range(n):
             requests.append(Request([1], Settings(seed=row, max_tokens=3, gamma=2)))
@@ -430,9 +438,9 @@ def test_the_law_of_the_recorded_path_is_the_targets_own():
         mock.patch.object(graphs, "record", lambda run: recordings.append(run) or run),
         mock.patch("proof.Walk", Only),
     ):
-        law = enumerate_law(run)
-    own_law = sequential_law(target, (1,), 3, (), lambda logits: logits.softmax(-1))
-    assert recordings and distance(law, own_law) < 1e-6
+        distribution = enumerate_distribution(run)
+    own = sequential_distribution(target, (1,), 3, (), lambda logits: logits.softmax(-1))
+    assert recordings and distance(distribution, own) < 1e-6
 
 
 @pytest.fixture

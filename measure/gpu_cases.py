@@ -12,7 +12,7 @@
 Speed does not depend on the values of weights, so nothing is downloaded. Kernels are compiled and
 passes recorded when a shape first occurs, which takes seconds, so every engine serves once before
 it is measured. Shares are of the roof, the bytes that this GPU reads a second, measured first. Two
-random models never agree, so in `speculation` a special coin accepts each draft with a fixed
+random models never agree, so in `speculation` a special rng accepts each draft with a fixed
 probability α. Whether results are right is another question: pytest -m gpu.
 
 Invariant: a row is printed and stored as soon as it is measured, and an error ends its row only.
@@ -146,7 +146,7 @@ def profile_row(sizes: Sizes, way: str) -> Row:
     return [f"{1e3 * seconds:.3f}", f"{total:.3f}", f"{count:.0f}", ", ".join(longest)]
 
 
-class BiasedCoin(Keyed):
+class BiasedRng(Keyed):
     """Accepts every draft with probability alpha, whatever p and q are, if all before it were
     accepted; never an absent draft."""
 
@@ -166,8 +166,8 @@ def speculation_row(sizes: Sizes, target_way: str, draft_way: str, alpha: float)
     seconds = []
     for gamma in (0, 2, 4, None):
         engine = random_engine(target, None if gamma == 0 else draft, 2 * sizes.context, 1)
-        coin = partial(BiasedCoin, alpha=alpha, draw=target.ops.pick)
-        engine.runner.drawing = engine.runner.drawing._replace(make_coin=coin)
+        rng = partial(BiasedRng, alpha=alpha, draw=target.ops.pick)
+        engine.runner.drawing = engine.runner.drawing._replace(make_rng=rng)
         seconds.append(stream_seconds(engine, sizes, gamma))
     plain, *drafted = seconds
     return [f"{plain / each:.2f}" for each in drafted]

@@ -34,22 +34,22 @@ def test_each_case_runs_and_fills_its_columns(name, monkeypatch):
 
 
 @pytest.mark.parametrize("alpha", [0.5, 0.9])
-def test_the_coin_accepts_with_its_probability_whatever_the_models_say(alpha):
+def test_the_rng_accepts_with_its_probability_whatever_the_models_say(alpha):
     zeros = torch.zeros(4000, dtype=torch.int64)
-    coin = gpu_cases.BiasedCoin(torch.arange(4000), zeros, alpha=alpha)
-    stands = coin.accept(torch.tensor([[0.001, 1.0, 0.0]]).expand(4000, 3))
+    rng = gpu_cases.BiasedRng(torch.arange(4000), zeros, alpha=alpha)
+    stands = rng.accept(torch.tensor([[0.001, 1.0, 0.0]]).expand(4000, 3))
     first, second, absent = stands.float().mean(0)
     assert abs(first - alpha) < 0.02 and abs(second - alpha**2) < 0.02 and absent == 0
-    assert coin[:10].alpha == alpha
-    assert isinstance(coin[[1, 2]], gpu_cases.BiasedCoin)
+    assert rng[:10].alpha == alpha
+    assert isinstance(rng[[1, 2]], gpu_cases.BiasedRng)
 
 
 @torch.inference_mode()
-def test_acceptance_in_the_production_loop_is_the_coins():
+def test_acceptance_in_the_production_loop_is_the_rngs():
     llama = random_model("tiny", "16 bits", QUICK)
     engine = random_engine(llama, llama, 200, 1)
-    coin = partial(gpu_cases.BiasedCoin, alpha=0.8)
-    engine.runner.drawing = engine.runner.drawing._replace(make_coin=coin)
+    rng = partial(gpu_cases.BiasedRng, alpha=0.8)
+    engine.runner.drawing = engine.runner.drawing._replace(make_rng=rng)
     request = random_request(8, 160, 1, gamma=3)
     list(engine.batcher.run([request]))
     assert abs(request.acceptance - 0.8) < 0.1

@@ -15,7 +15,7 @@ from kernels import Ops
 from kvcache import KVCache, KVSpec
 from model import Llama
 from paged import PagedCache
-from proof import Law, Toy, Walk, WalkingCoin, enumerate_law
+from proof import Distribution, Toy, Walk, WalkingRng, enumerate_distribution
 from request import Request, Settings
 from runner import ModelRunner
 from sampling import probabilities
@@ -24,7 +24,8 @@ from speculative import Drawing, Proposal, Round
 
 class Cipher(Toy):
     """A toy that stores every token as another one: from its cache other toys read another text.
-    As a drafter in the target's cache, it leaves the law right only if the target overwrites it."""
+    As a drafter in the target's cache, it leaves the distribution right only if the target
+    overwrites what it stored."""
 
     def __call__(self, tokens, *others):
         return super().__call__((tokens + 1) % self.V, *others)
@@ -57,7 +58,7 @@ class Kind(NamedTuple):
         chosen = Settings(seed=seed, max_tokens=self.max_tokens, gamma=self.gamma, **self.settings)
         return Request(list(self.prompt), chosen, self.ends)
 
-    def law(self, target: Toy | Llama = TARGET, new: tuple[int, ...] = ()) -> Law:
+    def distribution(self, target: Toy | Llama = TARGET, new: tuple[int, ...] = ()) -> Distribution:
         """The definition: the target alone, a token after the other, each drawn from what the
         grammar allows."""
         if len(new) == self.max_tokens or {*new[-1:]} & {*self.ends}:
@@ -70,12 +71,12 @@ class Kind(NamedTuple):
         chosen = dict(self.settings)
         if regex := chosen.pop("regex", None):
             logits = logits.masked_fill(~torch.tensor(allowed(regex, new)), -torch.inf)
-        law = {}
+        distribution = {}
         for token, p in enumerate(probabilities(logits, **chosen).tolist()):
             if p > 0:
-                for rest, mass in self.law(target, (*new, token)).items():
-                    law[(token, *rest)] = p * mass
-        return law
+                for rest, mass in self.distribution(target, (*new, token)).items():
+                    distribution[(token, *rest)] = p * mass
+        return distribution
 
 
 def toy_cache(sequences: int, paged: bool = False) -> KVCache | PagedCache:
@@ -109,7 +110,7 @@ def toy_runner(
     draft=DRAFT,
     where="own",
     coupled=False,
-    make_coin=None,
+    make_rng=None,
     by_token=False,
     **options,
 ) -> ModelRunner:
@@ -122,7 +123,7 @@ def toy_runner(
         drafter = ModelDrafter(draft, toy_cache(n))
     else:
         drafter = SelfDrafter(draft, cache)
-    drawing = Drawing(target.V, coupled, make_coin, by_token=by_token)
+    drawing = Drawing(target.V, coupled, make_rng, by_token=by_token)
     return ModelRunner(target, cache, drawing, drafter=drafter, **options)
 
 
@@ -152,37 +153,40 @@ def play(runner: ModelRunner, requests: Sequence[Request]) -> None:
                 assert stored.sequence(seq).tokens == request.tokens[: stored.length(seq)]
 
 
-class PaddedCoin(WalkingCoin):
+class PaddedRng(WalkingRng):
     """In coupled mode rows of zeros are padding, and nothing is decided there."""
 
     def __getitem__(self, rows):
-        return PaddedCoin(super().__getitem__(rows).branches)
+        return PaddedRng(super().__getitem__(rows).branches)
 
     def pick(self, probs: Tensor) -> Tensor:
         rows = probs.sum(-1).nonzero()[:, 0].tolist()
         picked = torch.zeros(len(probs), dtype=torch.int64)
-        picked[rows] = WalkingCoin([self.branches[row] for row in rows]).pick(probs[rows])
+        picked[rows] = WalkingRng([self.branches[row] for row in rows]).pick(probs[rows])
         return picked
 
 
-def laws_of(
+def distributions_of(
     kinds: Sequence[Kind], make_runner=toy_runner, serve=play, width: int = 512, **options
 ) -> list[dict]:
-    """The law of each kind of row, from batches in which rows of all kinds lie side by side.
-    make_runner(n, make_coin, **options): for n rows. serve(runner, requests): to their ends."""
+    """The distribution of each kind of row, from batches with rows of all kinds side by side.
+    make_runner(n, make_rng, **options): for n rows. serve(runner, requests): to their ends."""
 
     def run(walk: Walk, n: int) -> list:
         chosen = [branch.decide([1.0] * len(kinds)) for branch in walk.branches]
         requests = [kinds[i].request(row) for row, i in enumerate(chosen)]
 
-        def coin(*keys):
-            return PaddedCoin(walk(*keys).branches)
+        def rng(*keys):
+            return PaddedRng(walk(*keys).branches)
 
-        serve(make_runner(n, make_coin=coin, **options), requests)
+        serve(make_runner(n, make_rng=rng, **options), requests)
         return list(zip(chosen, map(new_tokens, requests)))
 
-    laws = enumerate_law(run, width=width)
-    return [{text: p for (kind, text), p in laws.items() if kind == i} for i in range(len(kinds))]
+    distributions = enumerate_distribution(run, width=width)
+    return [
+        {text: p for (kind, text), p in distributions.items() if kind == i}
+        for i in range(len(kinds))
+    ]
 
 
 KINDS = [  # γ from 0 to 3, ends and limits anywhere, and every setting

@@ -85,11 +85,11 @@ class Corpus:
             )
         last = max(last, 1)  # a text of one crop begins it at 0
         generator = torch.Generator().manual_seed(seed)
-        coins = torch.rand(count, generator=generator)
+        rngs = torch.rand(count, generator=generator)
         starts = self.starts[self.starts < last]
         of_stories = starts[torch.randint(len(starts), (count,), generator=generator)]
         anywhere = torch.randint(last, (count,), generator=generator)
-        begins = torch.where(coins < 0.5, of_stories, anywhere)  # [B]
+        begins = torch.where(rngs < 0.5, of_stories, anywhere)  # [B]
         return self.tokens[begins[:, None] + torch.arange(length + 1)]
 
     def windows(self, length: int, count: int) -> Tensor:

@@ -41,8 +41,8 @@ def test_author_weighs_every_token_by_its_probability(llama, folder, monkeypatch
     p, q = (torch.cat([model(text[:-1]).softmax(-1) for text in TEXTS]) for model in (llama, other))
     for chunk in (256, 7):
         monkeypatch.setattr("train.perplexity.CHUNK", chunk)
-        for model, law in ((llama, p), (other, q)):
-            plain = -(p * law.log()).sum(-1).mean()
+        for model, distribution in ((llama, p), (other, q)):
+            plain = -(p * distribution.log()).sum(-1).mean()
             assert perplexity(model, TEXTS, author=llama) == pytest.approx(
                 plain.exp().item(), rel=1e-5
             )
