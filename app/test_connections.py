@@ -168,7 +168,7 @@ def test_an_answer_that_nobody_reads_is_dropped(monkeypatch):
         while part := await slow.reader.read(2**20):
             size += len(part)
             await asyncio.sleep(0.001)
-        await asyncio.sleep(2)
+        await asyncio.sleep(3)
         assert size > 16_000_000 and is_dropped(other)
 
     async def too_many(connect):
@@ -181,7 +181,7 @@ def test_an_answer_that_nobody_reads_is_dropped(monkeypatch):
         assert is_dropped(other)
 
     with monkeypatch.context() as patch:
-        patch.setattr(connections, "PATIENCE", 0.8)
+        patch.setattr(connections, "PATIENCE", 2.0)
         play(after_a_while)
     play(too_many, most=1)
 
