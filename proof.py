@@ -201,8 +201,8 @@ def sequential_distribution(
 
 def surprise(texts: Sequence[Any], distribution: Distribution) -> float:
     """How far the frequencies of texts are from a distribution: Pearson's χ², in standard
-    deviations from its mean. Texts that are expected less than five times count as one. ∞ for a text that the
-    distribution does not have."""
+    deviations from its mean. Texts that are expected less than five times count as one. ∞ for a
+    text that the distribution does not have."""
     counts = Counter(texts)
     if counts.keys() - distribution.keys():
         return math.inf
