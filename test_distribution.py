@@ -1,5 +1,6 @@
 """Whatever drafts, and however it is verified, stored, preempted and masked: outputs follow the
-target's distribution. Both are enumerated. Planted bugs change what is enumerated."""
+target's distribution. Both are enumerated. Planted bugs change what is enumerated; those that
+other engines shipped name their issue."""
 
 from importlib.util import find_spec
 
@@ -229,6 +230,21 @@ OF_BOTH = {  # a bug -> the function, a piece of it, and what is planted there
     ),
     "the draft is not subtracted": (pick_residual, "p_end - q_end", "p_end"),
     "the residual is not clamped": (pick_residual, CLAMPED, "residual.abs()"),
+    "drafts are an argmax, but q is that of a draw (huggingface/transformers#32867)": (
+        Round.pick_drafts,
+        "self.draft_rng(j, rows).pick(q)",
+        "q.argmax(-1)",
+    ),
+    "the correction is an argmax (sgl-project/sglang#31214)": (
+        pick_residual,
+        "rng.pick(probs)",
+        "probs.argmax(-1)",
+    ),
+    "p of a draft becomes 0 in place (vllm-project/vllm-ascend#2881)": (
+        likelihood_ratio,
+        "p_x = p[:, :-1]",
+        "p_x = p[:, :-1].scatter_(-1, index, 0)",
+    ),
 }
 BY_TOKEN = {
     "only the drafted token is removed": (
@@ -264,15 +280,35 @@ AS_BLOCK = {
     "the wrong normalizer": (verify_block, NORMALIZED, "m / (m + 1)"),
     "the sum of the draft before": (verify_block, NORMALIZED, "m.roll(1, 1) / (m + rest)"),
     "accepted with its weight": (verify_block, NORMALIZED, "w"),
+    "accepted if most probable (ROCm/ATOM#2318)": (
+        verify_block,
+        "rng.accept(h[:, 1:])",
+        "drafted == p[:, :-1].argmax(-1)",
+    ),
+    "each ratio is capped (vllm-project/vllm-ascend#7807)": (
+        verify_block,
+        "weights[-1] * ratio_j",
+        "weights[-1] * ratio_j.clamp(max=1)",
+    ),
     "up to the first that does not stand": (
         verify_block,
         "count_to_last(stands)",
         "count_leading(stands)",
     ),
 }
-CACHES = {
+STEPS = {
     "one token short": (Cache.commit, "len(tokens) - 1)", "len(tokens) - 2)"),
     "a rejected draft stays": (Cache.commit, "len(tokens) - 1)", "len(tokens))"),
+    "only the draft is filtered (vllm-project/vllm#10198)": (
+        ModelRunner._probabilities,
+        "round.probabilities(logits[: len(owners)], owners)",
+        "logits[: len(owners)].softmax(-1)",
+    ),
+    "greedy unless a temperature is set (NVIDIA/TensorRT-LLM#19390)": (
+        Round.probabilities,
+        "**settings)",
+        "**{'temperature': 1e-5, **settings})",
+    ),
 }
 APPLIED = "return forbid(logits, masked, self.bits[masks])"
 MASKED = "logits = self.masks.apply(logits, rows, depth)"
@@ -288,10 +324,15 @@ MASKS = {
         APPLIED,
         f"{APPLIED} if len({{*texts}}) == len(texts) else logits",
     ),
-    "drafts are not taken back": (
+    "drafts are not taken back (vllm-project/vllm#30916)": (
         GrammarState.settle,
         "not self.matcher.rollback(self.num_drafts)",
         "False",
+    ),
+    "a grammar gets tokens twice (sgl-project/sglang#29102)": (
+        GrammarState.settle,
+        "self._follow(new)",
+        "self._follow([*new, *new])",
     ),
     "the end of an output is taken back, too": (
         GrammarState.push,
@@ -331,8 +372,8 @@ def test_enumeration_catches_every_planted_verify(by_token):
     check_caught(bugs, [Kind((2,), 2, 3)], by_token=by_token)
 
 
-def test_enumeration_catches_caches_that_are_wrong():
-    check_caught(CACHES, [Kind((0,), 1, 3)])
+def test_enumeration_catches_steps_that_are_wrong():
+    check_caught(STEPS, [Kind((0,), 1, 3), Kind((0,), 1, 3, settings=dict(top_p=0.6))])
 
 
 @needs_llguidance
