@@ -22,7 +22,7 @@ A model drafts by a *chain*: the logits of the next draft, a pick from them, and
 picked is fed, to go on behind it. A backend may do the whole chain in one call (`Ops.chain`). The
 runner (runner.py) calls:
 
-    most, num_to_read, fits     a step is planned; no request's text or cache changes
+    most, num_to_read, fits     a step is planned: nothing is stored (a drafter may open a sequence)
     propose                     before the target's pass
     learn                       after it
     close                       the request has ended
@@ -89,8 +89,8 @@ class Chain:
 
 
 class ModelChain(Chain):
-    """A Llama drafts. Its cache reserves memory for all drafts at once, because prefix caching must
-    not find blocks that hold drafts."""
+    """A Llama drafts. Memory for all drafts is reserved at once: a backend that makes the whole
+    chain in one call finds in `reserved` where the keys and values of each draft go."""
 
     def __init__(
         self, llama: Llama, cache: Cache, round: Round, unread: dict[int, tuple[int, list[int]]]
@@ -101,6 +101,7 @@ class ModelChain(Chain):
         self.cache = cache
         self.seqs = {b: seq for b, (seq, _) in unread.items()}
         self.new = {b: tokens for b, (_, tokens) in unread.items()}  # the next pass reads these
+        # How many tokens of each were read by the passes so far.
         self.num_read = {b: cache.length(seq) for b, seq in self.seqs.items()}
         wanted = []
         for b, (seq, tokens) in unread.items():
@@ -187,6 +188,8 @@ class ModelDrafter(Drafter):
         return max(0, min(wanted, self.cache.max_len - len(request.tokens) + 1))
 
     def num_to_read(self, item: ScheduledRequest) -> int:
+        """A round with drafts reads every token that the cache lacks. After a chunk, the cache
+        reads as many as the target did. Without drafts, or beyond the context, it reads none."""
         if len(item.request.tokens) > self.cache.max_len:
             return 0
         if item.samples and not item.num_drafts:
@@ -246,8 +249,8 @@ class SelfDrafter(Drafter):
         self.cache = cache
 
     def most(self, request: Request, wanted: int) -> int:
-        """There are no drafts before the first new token, so the target reads a prompt and draws in
-        one step."""
+        """No drafts before the first new token: drafts would need the prompt's keys and values
+        first, in a step of its own (`ModelRunner.schedule`)."""
         return wanted if len(request.tokens) > request.num_prompt_tokens else 0
 
     def chain(self, round: Round) -> Chain:
@@ -299,8 +302,8 @@ class NgramDrafter(Drafter):
         return state.forced(count) or state.allowed(self._find(request, count))
 
     def _find(self, request: Request, count: int) -> list[int]:
-        """`count` tokens, or none. Where the match lies near the text's end, the tokens after it
-        are repeated."""
+        """`count` tokens, or none. If fewer follow the match, they are repeated: after "ab ab" come
+        " ab ab …"."""
         text = self.texts.get(request, "")
         text += "".join(map(chr, request.tokens[len(text) :]))
         self.texts[request] = text

@@ -81,10 +81,11 @@ class EagleHead(Weights):
         c = self.config
         C = c.hidden_size
         n = len(self.feature_layers)
+        # `self.linear` makes a matrix; `ops.linear` multiplies by one.
         self.fc = self.linear("fc", C, n * config.target_hidden_size)
         (layer,) = self.layers
         layer.qkv = self.linear("qkv", c.query_size + 2 * c.kv_size, 2 * C, c.qkv_bias)
-        self.outside = ["fc", "head"]
+        self.outside = ["fc", "head"]  # matrices outside the layer (checkpoint/weights.py)
         num_rows = 0  # of an embedding of its own: the target's vocabulary, whole, never quantized
         if config.has_embedding:
             self.outside.append("embed")
@@ -187,7 +188,7 @@ class EagleHead(Weights):
 
 
 class HeadChain(Chain):
-    """A head drafts. `rows` are here those of the round, a request each."""
+    """A head drafts. `rows` here are the rows of the round: one for each request."""
 
     def __init__(self, head: EagleHead, cache: Cache, round: Round, newest: Tensor):
         """newest: z of the requests that want drafts, [R, C]."""
@@ -196,11 +197,11 @@ class HeadChain(Chain):
         self.z = newest
         self.rows = round.drafting()  # of z
         self.picked: Tensor | None = None  # the drafts that z gave, int64[R]
-        # Of each request of the round: its sequence, and the number of its rows.
+        # Of each request of the round: its sequence, and how many of its tokens have a z stored.
         self.seqs = [request.seq for request in round.requests]
         self.lengths = [cache.length(seq) for seq in self.seqs]
-        # Reserve all rows at once, as ModelChain does; `propose` takes them back. The last draft
-        # has no row. 0 stands for a token that only the device knows.
+        # Reserve memory for all at once, as ModelChain does; `SelfDrafter.propose` truncates
+        # it again. The last draft is never fed. 0 stands for a token that only the device has.
         wanted = [(self.seqs[b], [0] * (round.num_drafts[b] - 1)) for b in round.drafting(1)]
         self.reserved = cache.extend(wanted) if wanted else None
 
@@ -247,13 +248,14 @@ class EagleDrafter(SelfDrafter):
     def learn(self, scheduled: Sequence[ScheduledRequest], features: Features) -> None:
         """Make the rows for the tokens that the target has read, and that stay in the texts."""
         requests = []
-        pieces = []  # the tokens that follow them
-        spans = []
+        # Of each request, for the tokens from start to stop that were read:
+        pieces = []  # the tokens that follow each of them
+        spans = []  # where their z are stored
         kept: list[int] = []  # their rows of the pass
         for item in scheduled:
             text = item.request.tokens
             stop = min(item.start + item.num_new_tokens, len(text) - 1)
-            if stop > item.start:  # else it was a prompt of one token, and none was to be made
+            if stop > item.start:  # else no token follows: a prompt of one token, with max_tokens 0
                 requests.append(item.request)
                 pieces.append(text[item.start + 1 : stop + 1])
                 spans.append((item.request.seq, item.start, stop))

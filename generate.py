@@ -12,8 +12,8 @@ its output stream; when a stream is done, so is the request. A single prompt is 
 
 Invariant: the same model, prompt, settings and seed give the same text with and without a cache, in
 one dtype on one machine. A draft (speculative.py) keeps the text at temperature 0, and in *coupled*
-mode, where target and draft draw with the same random numbers; in *exact* mode, the default, it
-keeps the distribution. (Where C does not compute, cpu/native.py, rounding depends on which tokens
+mode, where target and draft draw with the same random numbers; otherwise it keeps the
+distribution. (Where C does not compute, cpu/native.py, rounding depends on which tokens
 share a pass: of two tokens with nearly equal logits the other one may be drawn.)
 """
 
@@ -85,7 +85,8 @@ def plain_loop(model: Model, request: Request, use_cache: bool = True) -> Iterat
 
 
 class PlainLoop:
-    """What `--no-cache` runs: `plain_loop`, one request after the other, by a Batcher's methods."""
+    """What `--no-cache` runs: `plain_loop`, one request after the other. It has the methods of a
+    Batcher that `Engine` calls."""
 
     def __init__(self, model: Model):
         self.model = model
@@ -115,7 +116,7 @@ class PlainLoop:
             request.started = time.perf_counter()
             self.running[request] = plain_loop(self.model, request, use_cache=False)
         ((request, tokens),) = self.running.items()
-        new = list(islice(tokens, 1))  # [] if none are asked for
+        new = list(islice(tokens, 1))  # [] if max_tokens is 0
         request.tokens += new
         request.origins += ["plain"] * len(new)
         request.rounds.append(RoundStats(num_drafts=0, num_accepted=0))
@@ -134,7 +135,7 @@ class Engine:
 
     tokens: how many tokens of all texts together the paged cache is to hold, in at most 80 % of
     free memory; None: max_batch texts of max_len. options.kv_memory, if given, decides alone. A
-    request waits until the cache has room for it. UserError; CacheFull if memory is short.
+    request waits until the cache has room for it. UserError if memory is short.
     """
 
     def __init__(
@@ -144,16 +145,16 @@ class Engine:
         max_len = model.max_total_tokens(options)
         vocab_size = model.tokenizer.vocab_size
         self.caches = make_caches(llama, draft, options, max_len, tokens)
-        self.max_len = max_len
-        self.runner = None
         for setting in model.recommended.unsupported():
             where = model.recommended.where
-            warnings.warn(f"this model's {where} asks for {setting}, which is not done here")
+            warnings.warn(f"this model's {where} asks for {setting}, which is not supported")
+        self.runner = None
+        self.max_len = max_len
         if not options.use_cache:
             self.batcher = PlainLoop(model)
             return
         cache = self.caches[0]
-        self.max_len = min(max_len, cache.max_len)
+        self.max_len = min(max_len, cache.max_len)  # a small cache holds shorter sequences
         draft_cache = self.caches[-1]  # the target's, if the draft has none of its own
         self.runner = ModelRunner(
             llama,
@@ -235,7 +236,7 @@ def make_caches(
         is_plain = cache_options == ((16, 16), "paged", None)
         if draft is not None or options.max_batch > 1 or not is_plain:
             raise UserError(
-                "without a cache there are no drafts, no batches and no kind of it: leave out "
+                "without a cache there are no drafts, no batches and no options of it: leave out "
                 "--draft, --prompts, --kv, --kv-bits and --kv-memory, or --no-cache"
             )
         return []
@@ -294,7 +295,7 @@ def generate(
     torch.distributed has joined all make the same call. UserError, FileNotFoundError or CacheFull.
     """
     asked = either(prompt, messages)
-    is_batch = isinstance(prompt, Iterable) and not isinstance(prompt, str | dict)
+    is_batch = isinstance(prompt, Iterable) and not isinstance(prompt, str | dict)  # a message
     prompts = list(asked) if is_batch else [asked]
     engine, streams = prepare(prompts, target, **options)
     results = sorted(engine.serve(streams), key=lambda result: result.index)
@@ -316,9 +317,9 @@ def prepare(
 
     draft: a model, "ngram" or "self". draft_bits: see `load_draft`. system, chat: see
     `Model.encode`. show: is called with each new piece of text, and how its last token came about
-    (request.py). named: device, dtype and bits of `Model.load`; fields of `Options` and of
-    `Settings`. In exact mode a text depends on the draft, too, and on how many tokens it drafts,
-    which follows the clock unless `gamma` is given.
+    (request.py). named: device, dtype, bits and plain of `Model.load`; fields of `Options` and of
+    `Settings`. Unless `verify` is "coupled", an output depends on the draft, too, and on how many
+    tokens it drafts, which follows the clock unless `gamma` is given.
     """
     check_names(named, [*Settings.__dataclass_fields__, *OPTIONS, *LOADING], "setting or option")
     loading = {name: named.pop(name) for name in LOADING if name in named}
@@ -342,6 +343,7 @@ def prepare(
         lengths.append(request.num_prompt_tokens + request.num_remaining)
         streams.append(OutputStream(model.tokenizer, request, prompt, show=show, index=index))
     max_batch = min(options.max_batch, max(1, len(prompts)))
+    # The caches are made for these requests: rows for the longest, and memory for all of them.
     options = replace(options, max_len=max([2, *lengths]), max_batch=max_batch)
     loaded = load_draft(draft, model, loading.get("dtype"), draft_bits)
     return Engine(model, loaded, options, sum(lengths)), streams

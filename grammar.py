@@ -21,8 +21,9 @@ drafts back. It reads tokens by their bytes, so it allows each token that spells
 not only the tokens that the tokenizer would write.
 
 An output with a grammar ends where its grammar ends, even if its request ignores end-of-text. A
-stop token of the request may end it earlier; its finish_reason is then `length`, because it was
-cut. Anybody may send a grammar, and compiling it and its masks take time from other requests:
+stop token of the request may end it earlier; where the grammar may not end, finish_reason is then
+`length`, because the output was cut. Anybody may send a grammar, and compiling it and computing its
+masks take time from other requests:
 
     bounds.py refuses what would be slow to compile
     an output ends if one of its masks takes too much work         LIMITS
@@ -71,11 +72,11 @@ REMEMBERED = 16  # compiled grammars; each takes up to some 20 MB
 # The work of llguidance for one mask.
 LIMITS = {"max_items_in_row": 5000, "step_max_items": 10_000, "step_lexer_fuel": 100_000}
 STACK = 2**27  # bytes for the thread that compiles: llguidance recurses, up to once for each name
-# Seconds. If the masks of a step take longer than SLOW_STEP, the next are timed one by one, and a
-# text ends if one of its own takes longer than SLOW_MASK.
+# Seconds. If the masks of all requests at one depth of drafts take longer than SLOW_STEP, the next
+# are timed one by one, and an output ends if one of its own takes longer than SLOW_MASK.
 SLOW_STEP = 0.03
 SLOW_MASK = 0.01
-# Without this, a mask would hold only the tokenizer's token where the grammar forces some bytes.
+# Without this, a mask allows only the tokenizer's own spelling where the next bytes are certain.
 HEADER = '%llguidance {"no_forcing": true}\n'
 # If white space were free, a small model might write nothing else.
 JSON_OPTIONS = {"x-guidance": {"whitespace_flexible": False}}
@@ -143,8 +144,8 @@ class Grammars:
         return self.submit(grammar).result()
 
     def submit(self, grammar: Grammar) -> Future[LLMatcher]:
-        """Begin to `compile`, in a thread of its own: no grammar within the bounds fills its stack,
-        and nobody waits for it at the end of the program."""
+        """Begin to `compile`, in a thread of its own with a stack that is large enough for every
+        grammar within the bounds. The program may end before it does."""
         future: Future[LLMatcher] = Future()
         future.set_running_or_notify_cancel()  # from here on nobody can cancel it
 
@@ -226,7 +227,8 @@ class GrammarState:
     def _follow(self, new: Iterable[int]) -> None:
         for token in new:
             if token in self.grammars.eos_token_ids:
-                # A mask holds end-of-text also where no token is allowed, and after an error.
+                # A mask also allows end-of-text where no token may follow, and after an error. It
+                # is a fault unless the output may end here.
                 self.matcher.compute_bitmask()
                 self.has_failed |= self.matcher.is_error() or not self.matcher.is_accepting()
                 return
@@ -243,7 +245,7 @@ class GrammarState:
         """Read a draft; none after one that the grammar forbids or that ends the text."""
         if self.is_lost:
             return
-        # The matcher reads neither end-of-text nor −1, which stands for no draft.
+        # The matcher reads neither end-of-text nor −1 (no draft, or logits that were not finite).
         is_end = token in self.grammars.eos_token_ids
         if is_end or token < 0 or not self.matcher.try_consume_tokens([token]):
             self.is_lost = True
@@ -286,7 +288,8 @@ class Masks:
     A bit says whether a token is allowed. All bits are set in rows after a draft that the grammar
     forbids, or that ends the text: nobody reads these. From `start` until `GrammarState.settle` the
     states belong to the worker; before `start` a drafter may ask them. `texts` are places in the
-    round.
+    round. In a round: the drafter pushes each draft; the runner pushes the rest and starts; the
+    target's pass runs; `apply` waits for the masks; `settle` takes the drafts back.
     """
 
     def __init__(self, requests: Sequence[Request], width: int, vocab_size: int):
@@ -305,7 +308,7 @@ class Masks:
     def start(self) -> None:
         """Let the worker fill the masks of the texts as they are, if nobody has yet."""
         if not self.works:
-            self.works = [self.grammars.worker.submit(self._fill, 0, self.states)]
+            self.works = [self.grammars.worker.submit(self._fill, 0, [*self.states])]
 
     def push(self, texts: Iterable[int], tokens: Iterable[int]) -> None:
         """Let the worker read the next draft of these texts, and fill the masks after it."""
@@ -316,7 +319,7 @@ class Masks:
     def push_all(self, drafted: Sequence[Sequence[int]]) -> None:
         """Push the drafts of a round, [B, k], that were not pushed when they were made."""
         self.start()
-        num_pushed = len(self.works) - 1
+        num_pushed = len(self.works) - 1  # the first task has the masks before any draft
         for tokens in [*zip(*drafted)][num_pushed:]:
             self.push(range(len(tokens)), tokens)
 

@@ -1,9 +1,9 @@
 """The operations of a forward pass in plain torch: the specification, which backends override.
 
-`Ops` has every operation that touches a model's numbers. The folders cpu/ and gpu/ and the page
-flash.py each offer a subclass that overrides what its machine does faster, and calls super() for
-the rest. `find_device` chooses the device, `ops_for` its operations: the other pages of a forward
-pass do not ask what the machine is. Without the folders, or with LLAMA_PLAIN=1, this page does all.
+`Ops` has the operations of a forward pass that a machine may do faster. The folders cpu/ and gpu/
+and the page flash.py each offer a subclass that overrides some of them, and calls super() for the
+rest. `find_device` chooses the device, `ops_for` its operations: the other pages of a forward pass
+do not ask what the machine is. Without these, or with LLAMA_PLAIN=1, this page does everything.
 
     attention(q, k, v)_i = Σ_j softmax_j(q_i · k_j / √D) v_j,      j ≤ i + (m − n)
 
@@ -75,7 +75,8 @@ class HeadNorm(NamedTuple):
 def send(
     numbers: Tensor | Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64
 ) -> Tensor:
-    """Copy these numbers to the device, without waiting for what it still computes."""
+    """Copy these numbers to the device, without waiting for what it still computes. dtype: of
+    numbers that are no tensor yet."""
     x = numbers if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=dtype)
     if device.type == "cuda":
         return x.pin_memory().to(device, non_blocking=True)  # PyTorch keeps it until it is copied
@@ -184,8 +185,9 @@ class Ops:
         """The dtype that a model computes in, and the one that its matrices have in memory.
 
         stored: the dtypes of the checkpoint. asked: the user's choice. Without one the plain
-        operations compute in at least float32, and a backend chooses its own. It may keep matrices
-        in a narrower dtype, if no bit is lost.
+        operations compute in at least float32, and a backend chooses its own. A backend may keep
+        matrices in a narrower dtype than it computes in, if no bit is lost. The first dtype of the
+        checkpoint counts.
         """
         dtype = asked or stored[0]
         if asked is None and dtype.itemsize == 2:
@@ -255,9 +257,10 @@ class Ops:
         """
         q, k, v = rotated(qkv, G, rope, norm)
         cache = metadata.cache
-        # Attention may hide a NaN or ∞ of qkv from `probabilities`: add 0, which is NaN then.
+        # Attention may hide a NaN or ∞ of qkv, which `probabilities` must find. 0 · NaN and 0 · ∞
+        # are NaN; otherwise this adds 0.
         zero = (0 * qkv).sum()
-        if cache is None:  # all sequences have one length: one call for all
+        if cache is None:  # all sequences have the same length, so one call serves all of them
             B = len(metadata.sequences)
             q, k, v = (x.unflatten(0, (B, -1)).transpose(1, 2) for x in (q, k, v))
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -276,20 +279,21 @@ class Ops:
         """logits [B, V] -> their distributions, float[B, V] (sampling.py). A backend that does not
         know a setting calls this one.
 
-        NotFinite for NaN or ∞, and for −∞ unless a mask may have put it there. Where the host would
-        have to wait for the device, `pick` tells it later, by the token −1.
+        NotFinite for NaN or ∞, and for −∞ unless a mask may have put it there. This check would
+        stall a GPU, so there `pick` returns −1 instead, and the caller raises.
         """
         return sampling.probabilities(check_finite(logits, masked), **settings)
 
     def pick(self, probs: Tensor, streams: Tensor) -> Tensor:
-        """Draw a token from each row of probs, [B, V], with the random numbers of its stream,
-        int64[B, 1] -> int64[B] (sampling.py)."""
+        """Draw a token from each row of probs, [B, V] -> int64[B]. streams: int64[B, 1], where each
+        row's random numbers come from (sampling.py)."""
         return sampling.pick(probs, streams)
 
     def verify_block(
         self, plain: Verify, p: Tensor, q: Tensor, drafted: Tensor, rng: Rng
     ) -> tuple[Tensor, Tensor]:
-        """plain: speculative.verify_block, which says what this returns."""
+        """Accepted drafts and the next token, int64[B] each. plain: speculative.verify_block, which
+        is handed in because that page imports this one."""
         return plain(p, q, drafted, rng)
 
     # ---- What a backend may do in one call

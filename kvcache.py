@@ -12,8 +12,8 @@ out over all tokens: so "8/4" gives keys 8 bits and values 4.
     metadata = cache.extend([(seq, tokens)])   takes memory for these tokens, or refuses before
                                                anything has changed
     cache.commit(seq, tokens, num_new)         after a step: forgets rejected drafts
-    cache.truncate(seq, length)                keeps the first `length` tokens, at least those that
-                                               were committed
+    cache.truncate(seq, length)                keeps the first `length` tokens; a paged cache does
+                                               not cut into a block that `open` may find
     cache.free(seq) · cache.length(seq)
 
 Memory is cut into blocks of `block_size` tokens, and a sequence has a *block table*: its blocks, in
@@ -73,7 +73,7 @@ class AttentionMetadata:
 
     positions     int32[T]      where a token is in its sequence
     slot_mapping  int32[T]      where its key and value are stored; −1: nowhere (padding, on a GPU)
-    cu_seqlens    int32[B + 1]  where each sequence's new tokens begin
+    cu_seqlens    int32[B + 1]  where each sequence's new tokens begin, and at last T
     seq_lens      int32[B]      tokens of each sequence, new ones included
     block_tables  int32[B, M]   padded with 0
 
@@ -242,7 +242,7 @@ class Store:
     def write(self, layer: int, slot_mapping: Tensor, x: Tensor) -> None:
         """Store x: [T, G, D] in its slots: int64[T]."""
         for part, numbers in zip(self.parts, self.encode(x)):
-            by_slot = part[layer].flatten(0, 1)  # a view: slots lie evenly in memory
+            by_slot = part[layer].flatten(0, 1)  # a view: a row for each slot
             by_slot.index_copy_(0, slot_mapping, numbers.to(part.dtype))
 
     def read(self, layer: int, slots: Tensor, dtype: torch.dtype) -> Tensor:
@@ -321,7 +321,7 @@ NewTokens = Sequence[tuple[int, Sequence[int]]]  # (sequence, its new tokens), .
 
 class Cache:
     """What the contiguous and the paged cache share: the storage, the sequences, and checks before
-    anything changes. Each adds `open` and `free`.
+    anything changes. Each adds `open` and `free`; the paged cache also takes and caches blocks.
     """
 
     def __init__(self, spec: KVSpec, num_blocks: int, block_size: int, max_len: int):
@@ -428,7 +428,7 @@ class Cache:
         tokens: the whole text, which the step made longer by num_new. No model has read the last
         of them, and a draft model has not read its last draft either.
         """
-        length = min(self.length(seq), len(tokens) - 1)
+        length = min(self.length(seq), len(tokens) - 1)  # a draft model may have read less
         self.truncate(seq, length)
         # `extend` was told 0 for each draft, which only the device knew: enter the accepted ones.
         first = len(tokens) - num_new
@@ -480,7 +480,7 @@ def check_free(num_bytes: float, device: torch.device) -> None:
     if num_bytes > free:
         raise UserError(
             f"the memory for keys and values is {num_bytes:.4g} bytes, and {free:,} are free: a "
-            "smaller --kv-memory (up to 1: a share), or a smaller --max-batch or --max-len"
+            "smaller --max-batch or --max-len, or --kv-memory if it was given (up to 1: a share)"
         )
 
 
@@ -493,7 +493,7 @@ def main() -> None:
         tokens = [1] * 200
         times = []
         for _ in range(51):  # the first pass reads the prompt
-            new = tokens[cache.length(seq) :]
+            new = tokens[cache.length(seq) :]  # all of them without a cache, which stays empty
             metadata = cache.extend([(seq, new)]) if use_cache else None
             logits = llama(torch.tensor(new, device=llama.device), metadata, slice(-1, None))
             tokens.append(int(logits.argmax()))

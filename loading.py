@@ -101,9 +101,9 @@ class Model:
     ) -> list[int]:
         """Tokens of a prompt, by the model's chat template, or as plain text to continue.
 
-        chat None: use the template if there is one. special: a plain text means the control tokens
-        that it spells; a warning tells where it does not. thinking: what a template gets as
-        enable_thinking. most: TooManyTokens is raised beyond it.
+        chat None: use the template if there is one. special: control tokens that a plain text
+        spells become those tokens; without it they are read as text, and a warning says so.
+        thinking: what a template gets as enable_thinking. most: TooManyTokens is raised beyond it.
         """
         if not self.uses_template(chat):
             is_plain = isinstance(prompt, str) and system is None and thinking is None
@@ -133,7 +133,8 @@ class Model:
         return self.tokenizer.chat(messages, enable_thinking=thinking, most=most)
 
     def max_total_tokens(self, options: Options) -> int:
-        """The most tokens of prompt and answer: options.max_len, or what memory allows."""
+        """The most tokens of prompt and answer: options.max_len; without it, what memory allows, up
+        to the model's limit."""
         most = self.llama.config.max_position_embeddings
         limit = options.max_len
         if limit is None:
@@ -154,8 +155,8 @@ class Model:
         system: str | None = None,
         chat: bool | None = None,
     ) -> Request:
-        """A request with complete settings; max_tokens is cut to what the options leave. UserError
-        is raised for a grammar that no text follows, too."""
+        """A request with complete settings; max_tokens is cut to what the options leave. UserError,
+        also for a grammar that no output can follow."""
         tokens = self.encode(prompt, system, chat, settings.special, settings.thinking)
         limit = self.max_total_tokens(options)
         request = self.request_of(tokens, settings, limit, self.uses_template(chat))
@@ -191,6 +192,7 @@ class Draft(NamedTuple):
     draft_layers: int = 0  # how many layers it adds to the target's cache
 
 
+# What a caller may give as a draft: a name, or what is loaded already.
 DraftName = str | Path | Model | Draft | None
 
 
@@ -235,7 +237,7 @@ def check_draft(name: DraftName, bits: Kind | None) -> None:
     FileNotFoundError. bits: as of `load_draft`."""
     if names_model(name):
         draft_config(find_model(name, DRAFTS), bits)
-    elif bits is not None and (name, bits) != ("self", 4):
+    elif bits is not None and (name, bits) != ("self", 4):  # it has 4 bits anyway
         raise UserError(
             f"draft_bits is {bits}, and there is no draft to round: self is INT4 as it is, ngram "
             "has no weights, and a loaded draft stays as it is; leave draft_bits out"
@@ -249,8 +251,9 @@ def load_draft(
     bits: Kind | None = None,
 ) -> Draft | None:
     """The draft of this name: an entry of `DRAFTS`, an EAGLE head for this target, or a model with
-    the target's vocabulary, which is loaded on the target's device. bits: of its weights; None:
-    see `default_bits`."""
+    the target's vocabulary, which is loaded on the target's device. dtype: of a model (a head has
+    the target's). bits: of its weights; None: the target's, or those that it is stored in
+    (`default_bits`)."""
     check_draft(name, bits)
     target = model.llama
     if names_model(name):
@@ -261,6 +264,7 @@ def load_draft(
             head = load_eagle(EagleHead, folder, target, bits)
             return Draft(lambda cache: EagleDrafter(head, cache), (head,), draft_layers=1)
         is_plain = type(target.ops) is Ops
+        # From here on, as if the caller had loaded it.
         name = Model.load(folder, target.device, dtype, bits, is_plain)
     if name is None or isinstance(name, Draft):
         return name

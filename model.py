@@ -9,7 +9,7 @@ belongs, and `ops` (kernels.py) computes.
         q, k, v = qkv(norm(x))                             [T, H, D], [T, G, D], [T, G, D]
         x = x + o(attend(q, k, v))                         attend rotates q and k, stores k and v
         gate, up = gate_up(norm(x))                        [T, F] each
-        x = x + down(silu(gate) · up)                      swiglu multiplies by gate_up, too
+        x = x + down(silu(gate) · up)                      Ops.swiglu: silu(gate) · up, from norm(x)
     logits = head(norm(x[logits_indices]))                 [R, V]
 
   - RMSNorm (Zhang & Sennrich 2019) is x / √(mean x² + ε) · w. The next norm adds x + … itself,
@@ -23,10 +23,11 @@ belongs, and `ops` (kernels.py) computes.
     is by Shazeer 2020.
 
 Cost: a token takes about 2 · parameters operations, and attention; a step reads every weight once,
-however many tokens it has.
+however many tokens it has. `group` (parallel.py) joins what several processes have computed; in a
+single process it does nothing.
 
     T tokens of a step · R logits asked for · C hidden_size · H query heads · G key/value heads
-    D head_dim · F intermediate_size · V vocab_size · [N, K] a matrix: outputs, inputs
+    D head_dim · F intermediate_size · V vocab_size
 """
 
 from __future__ import annotations
@@ -106,6 +107,7 @@ class Llama(Weights):
         for i, layer in enumerate(self.layers):
             for f, wanted in enumerate(features.layers if features else ()):
                 if wanted == i:  # a head may want a layer twice
+                    # mlp_out is added to x only by the next norm.
                     features.values[:, f] = x if i == 0 else x + mlp_out
             x, mlp_out = self.decoder_layer(layer, x, mlp_out, rope, metadata, i)
         if logits_indices is not None:
@@ -139,7 +141,8 @@ class Llama(Weights):
         metadata: AttentionMetadata,
         i: int,
     ) -> tuple[Tensor, Tensor]:
-        """Layer i: x and mlp_out, [T, C], to be added -> the same two after this layer."""
+        """Layer i. The residual stream, [T, C], comes and goes as two parts, whose sum it is: x and
+        mlp_out (None before layer 0)."""
         ops = self.ops
         G = self.config.num_key_value_heads
         D = self.config.head_dim
@@ -164,8 +167,8 @@ class Llama(Weights):
         a text: 1 + context / C₀, rounded down.
 
         At C₀ its attention takes as many operations as its matrices: 2 for each of their weights,
-        and 4 · H · D for each key, in every layer. At most 8: chunks of very few tokens would not
-        be faster, because a pass reads all keys for them, too.
+        and 4 · H · D for each key, in every layer. At most 8: a smaller chunk would save no time,
+        because every pass reads all keys.
         """
         return min(8, 1 + context // self.even_context)
 
@@ -173,6 +176,7 @@ class Llama(Weights):
     def even_context(self) -> int:
         """C₀ of `price`."""
         c = self.config
+        # Weights of a layer, divided by C: of q, k, v and o; then of gate, up and down.
         rows = 2 * (c.query_size + c.kv_size) + 3 * c.intermediate_size
         return c.hidden_size * rows // (2 * c.query_size)
 

@@ -12,7 +12,7 @@ preemption, a prefix hit, decoding and verification are one path, in any mix:
     plain decoding           1           0        True
     verification             1           4        True       4 drafts and the last token: 5 rows
 
-`schedule` plans, `fits` asks both caches, `step` runs. Plans change nothing. After a round only the
+`schedule` plans, `fits` asks both caches, `step` runs. Plans store nothing. After a round only the
 last token of the text is pending, until the request is preempted; a drafter's cache may lack more.
 
     B requests of a round · k the largest number of drafts in it · V vocabulary · T tokens of a step
@@ -69,7 +69,7 @@ class ScheduledRequest(NamedTuple):
 
     @property
     def num_made(self) -> int:
-        """Tokens by which the step has made the text longer."""
+        """After the step: the tokens by which it has made the text longer. Before it: 0."""
         return len(self.request.tokens) - self.stop if self.samples else 0
 
     @property
@@ -174,7 +174,7 @@ class ModelRunner:
         """What drafts were worth to a text; None without a drafter."""
         return self.auto_gamma.report(request) if self.has_drafter else None
 
-    # ---- Plans: they change nothing
+    # ---- Plans: they store nothing
 
     def round_size(self, request: Request) -> int:
         """How many tokens each step reserves for this request: the last token of its text, and its
@@ -194,8 +194,10 @@ class ModelRunner:
         num_drafts = self._num_drafts(request, room)
         # A drafter in the target's cache needs the keys and values of all but the last token.
         must_read_first = num_pending > 1 and self.drafter.shares_target_cache
+        # Too much for the budget: the pending tokens (room < 0), or the drafts as well.
         if (num_drafts and must_read_first) or num_drafts > room:
-            # The last token is left for the round. If it alone is pending, this is no work at all.
+            # A chunk leaves the last token for the round. If only that token is pending, the chunk
+            # is empty, and the batcher drops it. Solve 1 + (n − 1) · price ≤ budget for n.
             most = 1 + (budget - 1) // self.target.price(start)
             return pending._replace(num_tokens=min(most, num_pending - 1), samples=False)
         return pending._replace(num_drafts=num_drafts)
@@ -227,8 +229,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def step(self, scheduled: Sequence[ScheduledRequest]) -> dict[Request, list[int]]:
-        """Run the plans in one pass -> the new tokens of each request that had a round. If the step
-        fails, or is interrupted, its requests are closed."""
+        """Run the plans -> the new tokens of each request that had a round. If the step fails, or
+        is interrupted, its requests are closed."""
         try:
             return self._step(scheduled)
         except BaseException:  # Ctrl-C, too
@@ -278,7 +280,8 @@ class ModelRunner:
         self.next_gamma = self.auto_gamma.choose(len(rounds))
 
     def _is_typical(self, scheduled: Sequence[ScheduledRequest]) -> bool:
-        """Whether a step's time is that of its rounds: no text and no drafter has more to read."""
+        """Whether a step's time is only that of its rounds: no request has its first round or reads
+        more than its last token, and no drafter has more than MAX_LAG tokens to read."""
         for item in scheduled:
             if not item.request.rounds or item.num_tokens > 1:
                 return False
@@ -325,6 +328,7 @@ class ModelRunner:
         packed = torch.cat((proposal.tokens, accepted[:, None], token[:, None]), 1)  # [B, k + 2]
         rows = self.target.group.agree(packed.tolist())  # here the host waits for a GPU
         round_tokens = []
+        # A row: k drafts (−1 beyond the request's own), the number accepted, the token after them.
         for num_drafts, (*drafts, num_accepted, last) in zip(round.num_drafts, rows):
             check_tokens([last])
             with named_as_draft():
@@ -343,7 +347,7 @@ class ModelRunner:
         of prompts (`with_rows`): [R, ≥ V].
 
         Only the device has the drafted tokens. So the host writes 0 for each, and the device fills
-        these holes.
+        these holes. The last pending token of a round and each of its drafts give logits.
         """
         to_store = []  # (sequence, its tokens)
         for item in scheduled:
@@ -375,7 +379,8 @@ class ModelRunner:
         self, rounds: Sequence[ScheduledRequest], round: Round, logits: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The logits of `_run_target` -> the target's distributions, float[B, k + 1, V], with zeros
-        for the drafts that a request does not have; and all logits without a grammar's masks."""
+        for the drafts that a request does not have; and all logits, without a grammar's masks if
+        logprobs are asked for (the copy takes time)."""
         unmasked = logits
         asks = any(count is not None for count in round.setting("logprobs"))
         if round.masks is not None and asks:
@@ -480,9 +485,9 @@ class ModelRunner:
     def _decode_multi_step(
         self, rounds: Sequence[ScheduledRequest], counts: Sequence[int]
     ) -> list[list[int]]:
-        """Let the target draft, and take its drafts. In coupled mode a draft is drawn with the
-        random numbers of plain decoding at its position: n drafts are the tokens of n plain steps.
-        """
+        """Let the target draft for itself, and take its drafts. In coupled mode a draft is drawn
+        with the random numbers of plain decoding at its position. So n drafts are the tokens of n
+        plain steps, and need no verification."""
         requests = [item.request for item in rounds]
         coupled = self.drawing._replace(coupled=True)
         round = Round(requests, counts, coupled, target=self.target)

@@ -1,10 +1,10 @@
-"""Several machines, as README says it: torchrun on two hosts, and two servers behind nginx.
+"""Several machines, as docs/server.md says it: torchrun on two hosts, and two servers behind nginx.
 
     python .ci/hosts.py
 
 The hosts are network namespaces of this machine, joined by a bridge, in a user namespace of this
 program's own: they end with it. It needs Debian's packages iproute2 and nginx. What is not there is
-left out, and said. nginx's settings are README's, with other addresses.
+left out, and said. nginx's settings are those of the document, with other addresses.
 """
 
 import asyncio
@@ -123,7 +123,9 @@ def start_server(host: str) -> subprocess.Popen:
 
 def settings_of_nginx() -> str:
     """README's, with the addresses of our hosts."""
-    (settings,) = re.findall(r"```nginx\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (settings,) = re.findall(
+        r"```nginx\n(.*?)```", (ROOT / "docs/server.md").read_text(), re.DOTALL
+    )
     servers = iter(HOSTS.values())
     settings = re.sub(r"(server )[\w.]+(?=:8000)", lambda found: found[1] + next(servers), settings)
     folders = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
