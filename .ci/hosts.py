@@ -122,10 +122,9 @@ def start_server(host: str) -> subprocess.Popen:
 
 
 def settings_of_nginx() -> str:
-    """README's, with the addresses of our hosts."""
-    (settings,) = re.findall(
-        r"```nginx\n(.*?)```", (ROOT / "docs/server.md").read_text(), re.DOTALL
-    )
+    """The document's, with the addresses of our hosts."""
+    document = (ROOT / "docs/server.md").read_text(encoding="utf-8")
+    (settings,) = re.findall(r"```nginx\n(.*?)```", document, re.DOTALL)
     servers = iter(HOSTS.values())
     settings = re.sub(r"(server )[\w.]+(?=:8000)", lambda found: found[1] + next(servers), settings)
     folders = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
