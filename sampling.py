@@ -62,8 +62,7 @@ def probabilities(
     A setting is a number, or a tensor [...] with a number for each row. Its range is not checked
     here, but in settings.Settings.
     """
-    # The order of a sum over a large vocabulary changes its last bits. In float64 the change
-    # disappears when the result is rounded to float32.
+    # The order of a sum changes its last bits. In float64 they are lost in rounding to float32.
     rows = logits.reshape(-1, logits.shape[-1]).double()  # [B, V]
     probs = soften(rows, 1.0 if temperature is None else temperature)
     if top_k is not None or top_p is not None:
