@@ -111,7 +111,7 @@ if triton is not None:
             values = tl.load(v + kv_offset, is_key, 0)
             s = tl.dot(x, tl.trans(keys), input_precision="tf32x3")  # nearly float32 precision
             s = s * scale
-            s = tl.where(j[None, :] <= position[:, None], s, float("-inf"))  # the causal mask
+            s = tl.where(j[None, :] <= position[:, None], s, float("-inf"))  # causal, bottom-right
             higher = tl.maximum(top, tl.max(s, 1))
             p = tl.exp2(s - higher[:, None])
             fade = tl.exp2(top - higher)

@@ -99,7 +99,7 @@ class Group:
         return logits
 
     def agree(self, numbers: Any) -> Any:
-        """Send the first process's whole numbers to every process's host."""
+        """The first process's whole numbers, copied to the host side of every process."""
         return numbers
 
 
