@@ -25,8 +25,8 @@ from settings import Grammar
 # settings.py limits the total number of characters.
 MAX_PATTERN_CHARACTERS = 2**13  # of regular expressions, because compiling may be quadratic
 MAX_NAMES = 1000  # rules and terminals in Lark
-# The most remainders of every multipleOf in a schema, and of their least common multiple, because
-# compiling goes through each of them.
+# Limits the sum of all multipleOf in schemas, and their least common multiple, because compiling
+# goes through every remainder.
 MAX_REMAINDERS = 100_000
 # The parts of a Lark grammar that are counted or refused. Comments and strings come first, so that
 # nothing inside them is counted.

@@ -97,7 +97,7 @@ class AutoGamma:
     def choose(self, batch_size: int) -> int:
         """γ for the next round of a batch of this size. Changes nothing."""
         best = self.best.get(batch_size.bit_length())
-        if best is None:  # the trial
+        if best is None:  # nothing is known yet: measure plain rounds, then try drafts
             plain = self.seconds.get((batch_size.bit_length(), 0), ())
             return TRIAL if len(plain) >= PLAIN else 0
         gamma, cost = best

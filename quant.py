@@ -108,7 +108,7 @@ def spread(grid: Tensor, group: int, x: Tensor) -> Tensor:
 # ---- Scales that can be stored -------------------------------------------------------------------
 
 SMALLEST_SCALE = 1e-30  # avoids a division by 0; groups of zeros stay exact
-# The end of the largest grid, to within a step of bfloat16. The largest float32 is further still.
+# The end of the largest grid, to within a step of bfloat16. The largest float32 is larger still.
 LARGEST = torch.finfo(torch.bfloat16).max
 LARGEST_ZERO = 2000  # grid steps; then x / scale is precise to 1e-4 steps in float32
 HALF = 7  # whole steps on either side of 0 in a grid of 15 steps

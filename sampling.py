@@ -198,7 +198,7 @@ def as_int64(z: int) -> int:
 GOLDEN = as_int64(0x9E3779B97F4A7C15)  # SplitMix64's counter step, and its two multipliers
 MIX1 = as_int64(0xBF58476D1CE4E5B9)
 MIX2 = as_int64(0x94D049BB133111EB)
-# Large odd numbers, so that pairs of small seeds and positions have different keys.
+# Large odd factors give different keys to different pairs of small seeds and positions.
 SEED_FACTOR = as_int64(0xD1342543DE82EF95)
 POSITION_FACTOR = as_int64(0xAF251AF3B0F025B5)
 
