@@ -1,29 +1,29 @@
 """Continuous batching: which requests run in this step.
 
-A pass of the target costs what reading its weights costs, for one text or for sixteen, so texts are
-made together. Static batching runs a batch until its longest text ends, and wastes
-1 − Σ lengths / (texts · longest) of its places. Continuous batching (Orca) plans every step anew: a
-text that ends leaves at once, and the next in the queue takes its place. A step has a budget of
-tokens. Texts beyond their prompts take a round each; prompts are read in chunks of what is left
-(Sarathi-Serve), so a long prompt does not delay the other texts. The more of a prompt has been
-read, the more a token of it costs (`Llama.price`), and the smaller its chunks are.
+A pass of the target costs as much as reading its weights, for one request or for sixteen, so
+requests run together. Static batching runs a batch until its longest output ends, and wastes
+1 − Σ lengths / (requests · longest) of its places. Continuous batching (Orca) plans every step
+anew: a request that ends leaves at once, and the next in the queue takes its place. A step has a
+budget of tokens. Requests that have read their prompts take one round each. Prompts are read in
+chunks, from the rest of the budget (Sarathi-Serve), so a long prompt does not delay other requests.
+A token late in a prompt costs more (`Llama.price`), so chunks become smaller.
 
-  - First come, first served: the oldest texts take from the budget first, but a round of each
-    running text is reserved. A text is admitted only if its round can be reserved, too: so no
-    running text ever waits.
-  - A client that asks for many texts at once does not keep the next one waiting for all of them:
-    the queue is in the order of turns, and text n of a client (from 0) gets the turn that is on,
-    plus n. To admit a text of a later turn begins that turn, and to admit max_batch texts the next
-    one: so nobody waits without end (start-time fair queueing).
-  - If the caches have no room for a step, the youngest text is preempted: it gives up its sequences
-    and goes back to the front of the queue. Later it is read again, and its random numbers are
-    those it would have had: they depend on its seed and its positions alone (sampling.py).
-  - A text that could never fit, even alone, is refused at once, with the reason.
+  - First come, first served: the oldest requests take from the budget first, but a round of each
+    running request is reserved. A request is admitted only if its round can be reserved, too. So a
+    running request never waits.
+  - A client that sends many requests at once does not make the next client wait for all of them.
+    The queue is ordered by turn, and a client's request n (from 0) gets the current turn plus n.
+    Admitting a request of a later turn starts that turn, and admitting max_batch requests starts
+    the next one. So no request waits forever (start-time fair queueing).
+  - If the caches have no room for a step, the youngest request is preempted: its sequences are
+    freed, and it goes back to the front of the queue. Later its tokens are read again. Its random
+    numbers stay the same, because they depend only on its seed and its positions (sampling.py).
+  - A request that could never fit, even by itself, is refused at once, with the reason.
 
 Invariant: a request is in `waiting`, in `running`, or in neither; only requests in `running` have
 sequences in the caches.
-Cost: scheduling is Python. A step, and each admission, takes time in proportion to the running
-texts.
+Cost: scheduling is Python. A step takes time proportional to the number of running requests, and so
+does each admission.
 Not covered: priorities; several models.
 
 Yu et al. 2022, Orca (OSDI); Agrawal et al. 2024, Sarathi-Serve (arXiv:2403.02310).
@@ -41,22 +41,22 @@ from request import Request
 from runner import ModelRunner, ScheduledRequest
 from settings import Options, check_known
 
-# A text that found no room in the caches is tried again after so many steps, or when a text ends:
-# a try costs time, and seldom finds room.
+# If a request finds no room in the caches, it is tried again after this many steps, or when a
+# request ends, because a try costs time and seldom succeeds.
 RETRY_AFTER = 16
 
 
 class Batcher:
-    """Makes many texts with one runner, at most `max_batch` at a time."""
+    """Serves many requests with one runner, at most `max_batch` at a time."""
 
     def __init__(self, runner: ModelRunner, max_batch: int):
         self.runner = runner
         self.max_batch = max_batch
-        self.waiting = deque[Request]()  # in the order of turns, then oldest first
-        self.turn = 0.0  # the turn that is on
+        self.waiting = deque[Request]()  # ordered by turn, then oldest first
+        self.turn = 0.0  # the current turn
         self.running: list[Request] = []  # oldest first
         self.num_steps = 0
-        self.retry_at_step = 0  # when the first in the queue is tried again
+        self.retry_at_step = 0  # the step in which the first in the queue is tried again
 
     def check(self, request: Request) -> None:
         """UserError if this request could never be served."""
@@ -64,11 +64,11 @@ class Batcher:
             raise UserError(
                 "a request needs tokens, and settings with a seed: make it by Model.request_of"
             )
-        was_added = request.arrived > 0  # else it is not searched
+        was_added = request.arrived > 0  # otherwise there is no need to search for it
         if was_added and (request in self.running or request in self.waiting):
             raise UserError("this request is in a batch already: make another, of the same tokens")
         check_known(request.tokens, self.runner.drawing.vocab_size)
-        # No cache holds the last token. If none is made, the prompt's own last one is read, too.
+        # The last new token is never cached. With max_tokens 0, the whole prompt is.
         longest = len(request.tokens) + max(1, request.num_remaining) - 1
         most = self.runner.cache.max_len
         if longest > most:
@@ -86,7 +86,7 @@ class Batcher:
 
     def add(self, request: Request, num_before: int = 0) -> None:
         """Put a request into the queue. UserError, at once, if it could never be served.
-        num_before: texts of the same client that come before it."""
+        num_before: the number of requests of the same client before it."""
         self.check(request)
         request.arrived = time.perf_counter()
         request.turn = self.turn + num_before
@@ -95,10 +95,10 @@ class Batcher:
             place -= 1
         self.waiting.insert(place, request)
         if place == 0:
-            self.retry_at_step = 0  # it was not tried yet
+            self.retry_at_step = 0  # this request has not been tried yet
 
     def step(self) -> dict[Request, list[int]]:
-        """Run one pass over all running texts -> the new tokens of each. Finished texts leave."""
+        """Run one pass over the running requests -> each one's new tokens. Finished ones leave."""
         scheduled = self.schedule()
         new_tokens = self.runner.step(scheduled)
         for request in new_tokens:
@@ -107,34 +107,34 @@ class Batcher:
         return new_tokens
 
     def run(self, requests: Iterable[Request] = ()) -> Iterator[tuple[Request, list[int]]]:
-        """Yield (request, its new tokens) as they are made, until no request is left."""
+        """Yield (request, its new tokens) after each step, until every request has finished."""
         requests = [*requests]
         try:
             for request in requests:
                 self.add(request)
             while self.waiting or self.running:
                 yield from self.step().items()
-        finally:  # an error, or a caller that has enough
+        finally:  # also after an error, or when the caller stops iterating
             for request in requests:
                 self.cancel(request)
 
     def cancel(self, request: Request) -> None:
-        """End a request now, and free its sequences. A request that has ended stays as it is."""
+        """End a request now, and free its sequences. Does nothing if it has already ended."""
         if request in self.running:
             self._release(request)
-        elif not request.finish_reason and request in self.waiting:  # no search for one that ended
+        elif not request.finish_reason and request in self.waiting:  # a finished one is not waiting
             self.waiting.remove(request)
-            self.runner.close(request)  # Ctrl-C may have come while it was admitted
-            self.retry_at_step = 0  # another may be first now
+            self.runner.close(request)  # Ctrl-C may have interrupted its admission
+            self.retry_at_step = 0  # another request may be first now
 
     # ---- The plan of a step
 
     def schedule(self) -> list[ScheduledRequest]:
-        """Plan running texts, oldest first; preempt until they fit; then admit waiting texts."""
+        """Plan running requests, oldest first; preempt until they fit; then admit waiting ones."""
         self.num_steps += 1
         scheduled = self._schedule_running()
         while not self.runner.fits(scheduled):
-            self._preempt(self.running[-1])  # tried again below, where all of it must fit
+            self._preempt(self.running[-1])  # may be admitted below, if all its tokens fit
             scheduled.pop()
         left = self.runner.budget - sum(map(self.runner.work, scheduled))
         while left > 0 and self._may_admit():
@@ -146,7 +146,7 @@ class Batcher:
         return scheduled
 
     def _schedule_running(self) -> list[ScheduledRequest]:
-        """Plan a round or a chunk for each text, so that a round of each younger text is left."""
+        """Plan a round or a chunk for each request; each younger one keeps budget for a round."""
         scheduled = []
         left = self.runner.budget
         reserved = self._reserved()
@@ -158,7 +158,7 @@ class Batcher:
         return scheduled
 
     def _reserved(self) -> int:
-        """Tokens of a step that the running texts need for a round each."""
+        """The tokens that a round of every running request takes."""
         return sum(self.runner.round_size(request) for request in self.running)
 
     def _preempt(self, request: Request) -> None:
@@ -167,7 +167,7 @@ class Batcher:
         self.waiting.appendleft(request)
 
     def _may_admit(self) -> bool:
-        """Whether the first in the queue may be tried in this step."""
+        """Whether to try the first request in the queue in this step."""
         if not self.waiting or len(self.running) >= self.max_batch:
             return False
         if self.num_steps < self.retry_at_step:
@@ -177,22 +177,21 @@ class Batcher:
             return False
         sibling = first.sibling
         if sibling in self.running and self.runner.num_pending(sibling) > 1:
-            return False  # it still reads the prompt that this text is to find
+            return False  # it is still reading the prompt that `first` will find in the cache
         return True
 
     def _admit(
         self, request: Request, scheduled: Sequence[ScheduledRequest], left: int
     ) -> ScheduledRequest | None:
-        """Admit a text -> its work in this step. None if the target's cache has no room for all of
-        it, if a cache has none for this step, or if too few tokens of the step are left."""
+        """Admit a request -> its plan for this step. None if the target's cache has no room for all
+        its tokens, if a cache has no room for this step, or if the budget left is too small."""
         try:
             self.runner.open(request)
         except CacheFull:
             self.retry_at_step = self.num_steps + RETRY_AFTER
             return None
         item = self.runner.schedule(request, left)
-        # This work is asked about, and never run: a text whose first chunk alone fits would soon be
-        # preempted.
+        # Only tested, never run: if just the first chunk fits, the request would soon be preempted.
         whole_text = item._replace(
             num_tokens=self.runner.num_pending(request), num_drafts=0, samples=True
         )
@@ -216,10 +215,10 @@ class Batcher:
 
 
 def main() -> None:
-    """The demonstration draws 16 texts, four at a time: a row is a text, and a column a step."""
+    """Demonstration: 16 requests, four at a time. A row is a request, and a column a step."""
     model = Model.load("tiny")
     batcher = Engine(model, None, Options(max_len=64, max_batch=4), tokens=1000).batcher
-    batcher.runner.multi_step = 1  # a column is a token, on a GPU too
+    batcher.runner.multi_step = 1  # one token per column, on a GPU too
     lengths = [5, 41, 12, 30, 4, 22, 48, 8, 16, 6, 35, 10, 27, 7, 19, 13]
     requests = []
     for seed, length in enumerate(lengths):

@@ -1,12 +1,12 @@
-"""Bounds of a grammar: what is refused before it is compiled.
+"""Limits on grammars: those that cost too much are refused before they are compiled.
 
-Anybody may send a grammar to a server, and llguidance compiles it without a limit of time: to
-compile a regular expression may take the square of its length, one thread recurses once for each
-rule, and each multipleOf of a schema is looked at remainder by remainder. So a grammar is counted
-first. Two kinds of it are refused because llguidance would silently follow another grammar: numbers
-that 64 bits do not hold, and a backslash that escapes nothing.
+Anybody may send a grammar to a server, and llguidance compiles it without a time limit. Compiling a
+regular expression may take time quadratic in its length, a thread recurses once for each rule, and
+each multipleOf in a schema is processed remainder by remainder. So these are counted first. Two
+kinds of grammars are refused because llguidance would silently follow a different one: numbers that
+do not fit into 64 bits, and a backslash that escapes nothing.
 
-Invariant: what passes is compiled within seconds, and with a stack of grammar.STACK bytes.
+Invariant: a grammar that passes is compiled within seconds, on a stack of grammar.STACK bytes.
 Cost: linear in the characters of the grammar.
 Not covered: a grammar that names control tokens.
 """
@@ -22,12 +22,14 @@ from typing import Any
 from errors import UserError, brief
 from settings import Grammar
 
-# settings.py bounds the characters of a grammar.
-MAX_PATTERN_CHARACTERS = 2**13  # in regular expressions: compiling may take their square
+# settings.py limits the total number of characters.
+MAX_PATTERN_CHARACTERS = 2**13  # of regular expressions, because compiling may be quadratic
 MAX_NAMES = 1000  # rules and terminals in Lark
-# Of all multipleOf in schemas, and of their least common multiple: compiling looks at each of them.
+# Limits the sum of all multipleOf in schemas, and their least common multiple, because compiling
+# goes through every remainder.
 MAX_REMAINDERS = 100_000
-# What is counted or refused in Lark. Comments and strings come first: nothing in them counts.
+# The parts of a Lark grammar that are counted or refused. Comments and strings come first, so that
+# nothing inside them is counted.
 LARK_WORDS = re.compile(
     r"(?://|#).*"  # a comment
     r'|"(?:\\.|[^"\\])*"'  # a string
@@ -40,7 +42,7 @@ LARK_WORDS = re.compile(
 
 
 def check_bounds(grammar: Grammar) -> None:
-    """UserError if it would take too long to compile, or would be followed as another one."""
+    """UserError if the grammar costs too much to compile, or would be read as a different one."""
     schemas = schemas_of(grammar)
     check_cost(grammar, schemas)
     check_numbers(grammar, schemas)
@@ -50,7 +52,7 @@ def check_bounds(grammar: Grammar) -> None:
 
 
 def schemas_of(grammar: Grammar) -> list[Any]:
-    """The JSON schemas in a grammar. UserError if one is no JSON."""
+    """The JSON schemas in a grammar. UserError if one is not JSON."""
     if grammar.notation == "schema":
         return [json.loads(grammar.text)]
     schemas = []
@@ -65,23 +67,23 @@ def schemas_of(grammar: Grammar) -> list[Any]:
 
 
 def lark_words(grammar: Grammar) -> list[re.Match]:
-    """What is counted or refused in a grammar that is written in Lark."""
+    """The parts that are counted or refused, if the grammar is written in Lark."""
     return [*LARK_WORDS.finditer(grammar.text)] if grammar.notation == "grammar" else []
 
 
 def check_cost(grammar: Grammar, schemas: list[Any]) -> None:
-    """UserError if compiling takes too long, or too deep a stack. schemas: those in the grammar."""
+    """UserError if compiling takes too long, or too deep a stack. schemas: from `schemas_of`."""
     words = lark_words(grammar)
     patterns = [*patterns_of(grammar, schemas), *(word["pattern"] or "" for word in words)]
     num_characters = sum(map(len, patterns))
     if any(word["regex"] for word in words):
-        num_characters = len(grammar.text)  # any part of it may be a regular expression
+        num_characters = len(grammar.text)  # any part of the grammar may be a regular expression
     num_names = sum(bool(word["name"]) for word in words)
     multiples = []
     for name, number in numbers_of(schemas):
         if name == "multipleOf":
             multiples.append(without_point(number))
-    # A number may have to be a multiple of all of them.
+    # A number may have to be a multiple of every one of these.
     num_remainders = max(sum(multiples), min(10**18, math.lcm(*multiples)))
     for size, most, unit in (
         (num_characters, MAX_PATTERN_CHARACTERS, "characters of regular expressions"),
@@ -95,11 +97,11 @@ def check_cost(grammar: Grammar, schemas: list[Any]) -> None:
 
 
 def check_numbers(grammar: Grammar, schemas: list[Any]) -> None:
-    """UserError for a number that llguidance would take for another one: it reads floats of 64
-    bits, and cuts whole numbers to 64 bits."""
+    """UserError for a number that llguidance would change: it reads floats of 64 bits, and
+    truncates whole numbers to 64 bits."""
     for name, number in numbers_of(schemas):
         largest = 2**63 - 1
-        if name.startswith("exclusive"):  # then it adds 1, or subtracts it
+        if name.startswith("exclusive"):  # llguidance adds or subtracts 1
             largest = 2**53 - 1
         is_read = abs(number) <= largest and min(float(number), largest) == number
         if not is_read and name not in ("default", "examples"):
@@ -110,15 +112,15 @@ def check_numbers(grammar: Grammar, schemas: list[Any]) -> None:
 
 
 def without_point(number: float) -> int:
-    """25 for 2.5."""
-    number = min(10**18, abs(number))  # of infinity, too
+    """The digits of a number without its decimal point: 25 for 2.5."""
+    number = min(10**18, abs(number))  # infinity, too, becomes 10^18
     while number % 1:
         number *= 10
     return int(number)
 
 
 def values_of(schemas: list[Any]) -> Iterator[tuple[str, Any]]:
-    """All values in JSON schemas, each with the name of the field that holds it or its list."""
+    """Every value in JSON schemas, with the name of the field that holds it or its list."""
     parts: list[tuple[str, Any]] = [("", schemas)]
     while parts:
         name, value = parts.pop()
@@ -148,7 +150,7 @@ def check_patterns(grammar: Grammar, schemas: list[Any]) -> None:
 
 
 def patterns_of(grammar: Grammar, schemas: list[Any]) -> Iterator[str]:
-    """A regular expression, or those of JSON schemas, and all that looks like one."""
+    """The regular expressions of a regex or of JSON schemas, or anything that looks like one."""
     if grammar.notation == "regex":
         yield grammar.text
     for name, value in values_of(schemas):

@@ -1,17 +1,16 @@
-"""What you read is what runs: C and Triton replace a function only while it is the one they match.
+"""What you read is what runs: C and Triton replace a function only while it is unchanged.
 
-Backends (cpu/, gpu/) override operations of `kernels.Ops` by code that does the same, faster. If
-you change a page, that code no longer does what the page says. So edits.json keeps, for each
+Backends (cpu/, gpu/) override operations of `kernels.Ops` with code that does the same, faster. If
+you change a page, that code no longer does what the page says. So edits.json lists, for each
 operation, the definitions that it runs in plain PyTorch, directly or through others, with a digest
-of each. `put_back` compares them when a model is loaded. An operation with a changed definition
-runs as the page has it, and a warning names the definition. `python -m cpu.accept` writes
-edits.json, after the backends and the pages agree again (`pytest cpu`, `pytest gpu`).
+of each. `put_back` compares them when a model is loaded. If a definition has changed, its
+operations run as the page is written, and a warning names the definition. When the backends and the
+pages agree again (`pytest cpu`, `pytest gpu`), `python -m cpu.accept` writes edits.json.
 
-A digest is made of the syntax tree, so comments, docstrings and the layout of the code do not
-matter.
+A digest is computed from the syntax tree, so comments, docstrings and layout do not matter.
 
-Invariant: an operation that a backend overrides runs no definition that has changed.
-Cost: 3 ms at start; a page that has changed is parsed, which takes 5 to 15 ms.
+Invariant: a backend overrides an operation only if none of the operation's definitions has changed.
+Cost: 3 ms at start. A page that has changed is parsed, which takes 5 to 15 ms.
 Not covered: functions that a program replaces while it runs.
 """
 
@@ -37,12 +36,12 @@ def file_digest(page: str) -> str:
 
 
 def digest(definition: ast.AST) -> str:
-    """16 hexadecimal digits for a function or an assignment, whatever the version of Python."""
+    """16 hexadecimal digits for a function or an assignment, the same in every Python version."""
     return hashlib.sha256(repr(plain_tree(definition)).encode()).hexdigest()[:16]
 
 
 def plain_tree(node: Any) -> Any:
-    """A syntax tree as nested lists, without docstrings, places in the file and empty fields."""
+    """A syntax tree as nested lists, without docstrings, line numbers and empty fields."""
     if isinstance(node, list):
         return [plain_tree(each) for each in node]
     if not isinstance(node, ast.AST):
@@ -95,8 +94,8 @@ def changed() -> dict[str, list[str]]:
 
 
 def put_back(ops: Ops) -> set[str]:
-    """Let operations that a backend overrides, and whose definitions have changed, run as the pages
-    have them -> their names."""
+    """Undo a backend's overrides of operations with changed definitions, so that these run as the
+    pages are written -> the names of these operations."""
     operations = set()
     names = set()
     for operation, stale in changed().items():
@@ -115,7 +114,7 @@ def put_back(ops: Ops) -> set[str]:
 
 
 def main() -> None:
-    """The demonstration: how many definitions the backends stand in for, and which have changed."""
+    """Demonstration: how many definitions each operation has, and which of them have changed."""
     record = json.loads(RECORD.read_text(encoding="utf-8"))
     for operation, names in record["operations"].items():
         stale = changed().get(operation, [])

@@ -1,8 +1,8 @@
-"""A user's mistake: one line that names the value, the rule and the way out, before any change.
+"""A user's mistake: one line that names the value, the rule and the fix, before anything changes.
 
-`app/shell.py` turns a `UserError`, and an OSError of a file, into one line on standard error and
-exit status 2, and memory that is short, too. Every other exception, PyTorch's and Python's own
-ValueErrors as well, is a bug and keeps its traceback.
+`app/shell.py` turns a `UserError`, a file's OSError and a lack of memory into one line on standard
+error and exit status 2. Any other exception, including ValueErrors of PyTorch and Python, is a bug
+and keeps its traceback.
 """
 
 from collections.abc import Iterable
@@ -10,17 +10,18 @@ from difflib import get_close_matches
 
 
 class UserError(ValueError):
-    """What somebody asked for cannot be done. The message says what to change."""
+    """A request that cannot be carried out. The message says what to change."""
 
-    param: str | None = None  # the setting or field that is wrong, if it is one
+    param: str | None = None  # the setting or field at fault, if there is one
 
 
 class TooManyTokens(UserError):
-    """A text has more tokens than the caller takes. The rest of the text was not read."""
+    """A text has more tokens than the caller accepts. The rest of the text was not read."""
 
 
 def brief(value: object, limit: int = 400) -> str:
-    """One printable line of about `limit` characters at most: a long middle is left out."""
+    """One printable line of at most about `limit` characters. The middle of a long text is left
+    out."""
     text = str(value)
     if len(text) > 2 * limit:
         text = text[:limit] + text[-limit:]
@@ -40,7 +41,7 @@ def brief(value: object, limit: int = 400) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The known name that begins with this one, or is most like it, as a question; or nothing."""
+    """Suggest the known name that begins with this one or is most like it, if there is one."""
     known = [*known]
     begun = [other for other in known if other.startswith(name)]
     matches = begun or get_close_matches(name, known, n=1)
@@ -50,7 +51,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def check_names(names: Iterable[str], known: Iterable[str], what: str) -> None:
-    """UserError for a name that is not known: it tells all that are."""
+    """UserError for an unknown name. The message lists the known ones."""
     known = [*known]
     for name in names:
         if name not in known:

@@ -1,22 +1,22 @@
-"""Exercises: write the function that a page is about, and let the page's tests judge it.
+"""Exercises: write the function that a page is about, and run the page's tests on it.
 
     python exercise.py                    lists the exercises, in the order of reading
     python exercise.py verify             copies the project to ./exercise-verify, and leaves out
                                           the body of `verify`
     python exercise.py verify --check     runs the tests that judge the body you wrote there
 
-The function keeps its signature, its docstring and the comment at its head. The page's docstring
-has the equation and the invariant. The copy holds code, models and the data of tests; it has no
-documents, which show some of the answers.
+The function keeps its signature, its docstring and the comment above its first line. The page's
+docstring has the equation and the invariant. The copy holds the code, the models and the test data,
+but not the documents, because they show some of the answers.
 
-Invariant: a judge fails while the body is missing, and passes with the body of this project.
-Cost: a copy takes 20 MB, and a judge less than 20 seconds.
-Not covered: whether an answer is fast. Judges run the pages alone (LLAMA_PLAIN=1).
+Invariant: an exercise's tests fail while the body is missing, and pass with this project's body.
+Cost: a copy takes 20 MB, and the tests of an exercise take less than 20 seconds.
+Not covered: whether an answer is fast. The tests run the pages without C or Triton (LLAMA_PLAIN=1).
 """
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # slow imports follow: a signal ends them in silence
+if __name__ == "__main__":  # before the slow imports, so that a signal ends them silently
     from app.shell import begin
 
     begin()
@@ -38,13 +38,13 @@ BLANK = 'raise NotImplementedError("your turn")'
 
 
 class Exercise(NamedTuple):
-    """A function that a reader writes."""
+    """A function for the reader to write."""
 
     page: str
     function: str
     teaches: str
-    tests: tuple[str, ...]  # its judges, the simplest first
-    flags: str | None = ""  # with which generate.py calls it; None: it never does
+    tests: tuple[str, ...]  # the tests that judge it, the simplest first
+    flags: str | None = ""  # with these generate.py calls it; None: generate.py never calls it
 
 
 EXERCISES = (
@@ -166,7 +166,7 @@ NAMED = {exercise.function: exercise for exercise in EXERCISES}
 
 
 def blanked(text: str, function: str) -> str:
-    """The text of a page without the body of a function, which has a docstring."""
+    """The text of a page without the body of this function. The function must have a docstring."""
     nodes = ast.walk(ast.parse(text))  # functions before methods
     node = next(node for node in nodes if getattr(node, "name", "") == function)
     first = node.body[1]
@@ -176,7 +176,7 @@ def blanked(text: str, function: str) -> str:
 
 
 def copy_project(folder: Path) -> None:
-    """Copy code, models and the data of tests. UserError if the folder is there already."""
+    """Copy the code, the models and the test data. UserError if the folder exists already."""
     if folder.exists() or ROOT in folder.resolve().parents[1:]:
         raise UserError(
             f"{folder} exists, or lies in a folder of the project: remove it, or put another "
@@ -224,7 +224,7 @@ def exercise_flags(arguments: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("name", metavar="NAME", nargs="?", help="of an exercise (default: list all)")
     p.add_argument("folder", metavar="FOLDER", nargs="?", help="of the copy (exercise-NAME)")
     p.add_argument("--check", action="store_true", help="run the tests that judge the copy")
-    args = p.parse_intermixed_args(arguments)  # --check may stand before FOLDER
+    args = p.parse_intermixed_args(arguments)  # --check may come before FOLDER
     if args.name is None:
         p.unused(args, "check", "without NAME")
     else:

@@ -1,30 +1,31 @@
 """FlashAttention: attention in tiles that stay on the chip.
 
 Plain attention writes a score for each pair of query and key to memory, and reads it again for the
-softmax. Here a program of the GPU takes some queries of one sequence and walks over the keys, a
-tile at a time: scores never leave the chip, and memory is O(n). A softmax needs its largest score
-and its sum before the first weight is known. So both are kept for the keys so far, and what was
-summed fades when a larger score comes (*online softmax*). Each query keeps
+softmax. Here a GPU program takes some queries of one sequence and walks over the keys, one tile at
+a time, so scores never leave the chip and memory is O(n). The weights of a softmax depend on the
+largest score and on the sum over all keys. So both are kept for the keys so far, and the sums are
+scaled down when a larger score comes (*online softmax*). Each query keeps
 
     top = max_j s_j                      s_j = q · k_j / √D
     l   = Σ_j e^(s_j − top)
     o   = Σ_j e^(s_j − top) v_j
 
-and goes on with each further tile of keys:
+and updates them with each further tile of keys:
 
     higher = max(top, max_j s_j)         p_j = e^(s_j − higher)       fade = e^(top − higher)
     l = fade · l + Σ_j p_j
     o = fade · o + Σ_j p_j · v_j
 
-At the end the result is o / l, exact but for rounding. The R = H / G query heads of a key/value
-head share its keys, so they are rows of one tile. Keys are found by the block table (paged.py).
+At the end the result is o / l, exact up to rounding. The R = H / G query heads of a key/value head
+share its keys, so they are rows of one tile. The block table says where the keys are (paged.py).
 
-A GPU runs this page without the folder gpu/; gpu/flash.py has the same kernel, made faster. The
-kernel computes without a GPU, too, in Triton's interpreter (TRITON_INTERPRET=1).
+A GPU runs this page if the folder gpu/ is missing. gpu/flash.py is a faster version of the same
+kernel. Without a GPU, the kernel runs in Triton's interpreter (TRITON_INTERPRET=1).
 
-Invariant: the result is that of kernels.attention, with keys and values as they are stored.
-Cost: for n new tokens and m keys 4 · n · m · H · D operations; each tile of queries reads its keys.
-Not covered: quantized caches and float64, which plain torch computes.
+Invariant: the result is that of kernels.attention on the stored keys and values.
+Cost: for n new tokens and m keys, 4 · n · m · H · D operations. Each tile of queries reads all its
+keys.
+Not covered: quantized caches and float64, which run in plain torch.
 
 Dao et al. 2022 (arXiv:2205.14135); Milakov & Gimelshein 2018, online softmax (arXiv:1805.02867).
 
@@ -44,7 +45,7 @@ from edits import put_back
 from kernels import HeadNorm, Ops, rotated
 
 triton = None
-with suppress(ImportError):  # it exists for Linux only
+with suppress(ImportError):  # Triton exists only for Linux
     import triton
     import triton.language as tl
 
@@ -53,9 +54,9 @@ if TYPE_CHECKING:
     from model import Rope
 
 if triton is not None:
-    # Triton compiles a further variant where a number is 1 or a multiple of 16, or an address is a
-    # multiple of 16. From step to step max_blocks changes, and so do the addresses of the three
-    # tables, which are views in one buffer. So there are no variants for these.
+    # Triton compiles another variant when a number is 1 or a multiple of 16, or when an address is
+    # a multiple of 16. max_blocks and the addresses of the three tables (views of one buffer)
+    # change from step to step, so these arguments get no variants.
     @triton.jit(
         do_not_specialize=["max_blocks"],
         do_not_specialize_on_alignment=["block_tables", "cu_seqlens", "seq_lens"],
@@ -78,16 +79,16 @@ if triton is not None:
         ROWS: tl.constexpr,
         KEYS: tl.constexpr,
     ):
-        """Attention for ROWS rows of one sequence: each is a new token with one of the R heads that
-        share a key/value head.
+        """Attention for ROWS rows of one sequence. A row is one new token and one of the R heads
+        that share a key/value head.
 
-        Scores are multiplied by scale = 1 / (√D ln 2), because a GPU computes 2^(x / ln 2) = e^x.
+        Scores are multiplied by scale = 1 / (√D ln 2), because a GPU computes e^x = 2^(x / ln 2).
         """
         b = tl.program_id(0) // G
         g = tl.program_id(0) % G
         first = tl.load(cu_seqlens + b)
         seq_len = tl.load(seq_lens + b)
-        n = tl.load(cu_seqlens + b + 1) - first  # new tokens, the last n of seq_len
+        n = tl.load(cu_seqlens + b + 1) - first  # new tokens: the last n of the sequence
         row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
         d = tl.arange(0, WIDE)
         token = first + row // R  # [ROWS], in the step
@@ -100,17 +101,17 @@ if triton is not None:
         l = tl.zeros((ROWS,), tl.float32)
         top = tl.full((ROWS,), float("-inf"), tl.float32)
         last = tl.max(position, axis=0)
-        for start in range(0, tl.minimum(seq_len, last + 1), KEYS):  # rows of padding lie beyond
-            j = start + tl.arange(0, KEYS)  # a tile of keys, from any blocks
+        for start in range(0, tl.minimum(seq_len, last + 1), KEYS):  # padding rows lie past seq_len
+            j = start + tl.arange(0, KEYS)  # a tile of keys, which may span several blocks
             block = tl.load(block_tables + b * max_blocks + j // S, j < seq_len, 0).to(tl.int64)
             slot = block * S + j % S
             kv_offset = (slot * G + g)[:, None] * D + d[None, :]
             is_key = (j < seq_len)[:, None] & (d < D)[None, :]
             keys = tl.load(k + kv_offset, is_key, 0)
             values = tl.load(v + kv_offset, is_key, 0)
-            s = tl.dot(x, tl.trans(keys), input_precision="tf32x3")  # float32's precision, nearly
+            s = tl.dot(x, tl.trans(keys), input_precision="tf32x3")  # nearly float32 precision
             s = s * scale
-            s = tl.where(j[None, :] <= position[:, None], s, float("-inf"))  # bottom-right
+            s = tl.where(j[None, :] <= position[:, None], s, float("-inf"))  # causal, bottom-right
             higher = tl.maximum(top, tl.max(s, 1))
             p = tl.exp2(s - higher[:, None])
             fade = tl.exp2(top - higher)
@@ -122,7 +123,7 @@ if triton is not None:
 
 
 class Flash(Ops):
-    """The plain operations, but for attention over caches in 16 and 32 bits."""
+    """The plain operations, except for attention over caches in 16 and 32 bits."""
 
     language = "Triton attention, else plain PyTorch"
 
@@ -167,7 +168,7 @@ class Flash(Ops):
             G=G,
             R=R,
             D=D,
-            WIDE=max(16, triton.next_power_of_2(D)),  # what `tl.dot` can multiply
+            WIDE=max(16, triton.next_power_of_2(D)),  # a size that `tl.dot` supports
             ROWS=rows,
             KEYS=32,
         )
@@ -175,7 +176,7 @@ class Flash(Ops):
 
 
 def ops() -> Ops | None:
-    """The backend of this page; None without Triton."""
+    """This page's backend, or None without Triton."""
     if triton is None:
         return None
     flash = Flash()
@@ -184,7 +185,7 @@ def ops() -> Ops | None:
 
 
 def main() -> None:
-    """The demonstration reads tiles of 4 keys for one query, in plain torch."""
+    """Demonstration: one query and tiles of 4 keys, in plain torch."""
     torch.manual_seed(0)
     q = torch.randn(16, dtype=torch.float64)
     k = torch.randn(16, 16, dtype=torch.float64)

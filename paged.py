@@ -1,25 +1,25 @@
-"""The paged KV cache: blocks of tokens, on demand, shared between sequences that begin alike.
+"""The paged KV cache: blocks allocated on demand, and shared by sequences with the same prefix.
 
 A contiguous cache reserves room for the longest possible sequence, for every sequence. Here memory
 is cut into blocks of `block_size` tokens. A sequence has a *block table*, gets a block when it
-needs one, and wastes less than a block.
+needs one, and wastes less than one block.
 
-Prefix caching: a full block is found again under (hash of the block before it, its tokens), and
-`open` follows this chain from a prompt's first block: a system prompt is read once. Blocks of freed
-sequences stay until their space is needed. A block's hash here is a serial number, given when
-the block is cached, and tokens are compared: two different prefixes never have the same hash.
+Prefix caching: a full block is looked up by (hash of the block before it, its tokens). `open`
+follows this chain from a prompt's first block, so a system prompt is read only once. Blocks of
+freed sequences stay until their space is needed. A block's hash here is a serial number, assigned
+when the block is cached. Tokens are compared, so two different prefixes never have the same hash.
 
-  - `open` never finds the whole prompt: at least one token must be computed, for its logits.
-  - A full block is cached by `commit`, which has dropped the rejected drafts: so no block that
-    holds one is ever found. Several samples of one prompt read it once, but for its last block.
+  - `open` never finds the whole prompt, because at least one token must be computed for its logits.
+  - `commit` caches full blocks after it has dropped the rejected drafts, so no cached block holds
+    one. Several samples of one prompt read the prompt once, except its last block.
   - Only cached blocks are shared, and `truncate` does not cut into them. So `extend` writes only
     into blocks that no other sequence has.
-  - `truncate` drops references and writes nothing. `free` releases the tail first, so prefixes stay
-    longest.
+  - `truncate` drops references and writes nothing. `free` releases the last blocks first, so that
+    the beginnings of prompts stay cached for longest.
 
-Invariant (`check`): free + idle + live == total, and a block has as many references as tables that
-hold it. (Live: it has references. Idle: it has none, and is kept for `open` to find. Cached: `open`
-may find it, live or idle.)
+Invariant (`check`): free + idle + live == total, and a block has one reference for each table that
+holds it. (A live block has references. An idle one has none, and is kept for `open` to find. `open`
+may find any cached block, live or idle.)
 Not covered: moving blocks to the CPU's memory; finding blocks that are not full.
 
 Kwon et al. 2023, PagedAttention (arXiv:2309.06180); Zheng et al. 2023, RadixAttention (2312.07104).
@@ -44,8 +44,8 @@ BlockKey = tuple[int, tuple[int, ...]]  # hash of the block before (0: none), to
 
 
 class BlockPool:
-    """`total` blocks: free ones, live ones with references, and idle ones, which are cached and
-    have no references."""
+    """`total` blocks. Live blocks have references; idle ones have none but are cached; the rest are
+    free."""
 
     def __init__(self, total: int):
         self.total = total
@@ -62,8 +62,8 @@ class BlockPool:
         return len(self.free) + len(self.idle)
 
     def take(self, wanted: int) -> list[int]:
-        """Take blocks, free ones, then idle ones, and give each one reference. CacheFull before any
-        change."""
+        """Take blocks, first free and then idle ones, and give each one reference. CacheFull, with
+        nothing changed, if there are too few."""
         if wanted > self.available:
             raise CacheFull(
                 f"{wanted} more blocks are needed and {self.available} are free or idle: "
@@ -92,8 +92,8 @@ class BlockPool:
             self.free.append(block)
 
     def cache_block(self, block: int, key: BlockKey) -> int:
-        """Let `open` find this full block -> its hash. If another block has the key, that block
-        stays cached, and its hash is returned."""
+        """Let `open` find this full block -> its hash. If another block already has this key, that
+        block stays cached, and its hash is returned."""
         if key not in self.cached:
             self.cached[key] = block
             self.key_of[block] = key
@@ -101,7 +101,7 @@ class BlockPool:
         return self.hash_of[self.cached[key]]
 
     def evict(self, block: int) -> None:
-        """Let `open` find this cached block no more."""
+        """Remove this block from the cached ones, so that `open` no longer finds it."""
         del self.cached[self.key_of.pop(block)]
         del self.hash_of[block]
 
@@ -129,20 +129,20 @@ class PagedCache(Cache):
         self._next_seq = count(1)
 
     def _block_key(self, parent: int, tokens: Sequence[int], i: int) -> BlockKey:
-        """The key by which a sequence's block i is found: `parent`, the hash of the block before,
-        stands for all earlier tokens. With a lookahead the block depends on the next one, too."""
+        """The key of a sequence's block i. `parent`, the hash of the block before, represents all
+        earlier tokens. With a lookahead the block depends on the token after it, too."""
         S = self.block_size
         return parent, tuple(tokens[i * S : (i + 1) * S + self.lookahead])
 
     def blocks_for(self, tokens: int) -> int:
-        """The number of blocks that so many tokens fill."""
+        """The number of blocks that this many tokens need."""
         return math.ceil(tokens / self.block_size)
 
     # ---- The verbs
 
     def open(self, tokens: Sequence[int]) -> tuple[int, int]:
-        """Make a sequence for `tokens` -> (seq, num_cached): so many tokens are stored already, but
-        never all."""
+        """Make a sequence for `tokens` -> (seq, num_cached). The first num_cached tokens are stored
+        already; at least one token is not."""
         sequence = CachedSequence()
         if self.prefix_caching:
             self._find_prefix(sequence, tokens)
@@ -151,9 +151,9 @@ class PagedCache(Cache):
         return seq, len(sequence.tokens)
 
     def _find_prefix(self, sequence: CachedSequence, tokens: Sequence[int]) -> None:
-        """Share the cached blocks that `tokens` begin with."""
+        """Share the longest prefix of `tokens` that is in cached blocks."""
         parent = 0
-        # The last token is always computed (and with a lookahead the one before it).
+        # The last token is always computed (with a lookahead, so is the one before it).
         num_full = (len(tokens) - 1 - self.lookahead) // self.block_size
         for i in range(num_full):
             key = self._block_key(parent, tokens, i)
@@ -167,7 +167,7 @@ class PagedCache(Cache):
             sequence.block_hashes.append(parent)
 
     def _num_new_blocks(self, counts: Sequence[tuple[int, int]]) -> int:
-        """How many blocks `_add_blocks` takes for n more tokens of each (seq, n)."""
+        """The number of blocks that `_add_blocks` takes for n more tokens of each (seq, n)."""
         num_new = 0
         for seq, n in counts:
             sequence = self.sequence(seq)
@@ -213,7 +213,7 @@ class PagedCache(Cache):
             self.pool.release(sequence.block_table.pop())
 
     def free(self, seq: int) -> None:
-        """Release all blocks. Cached blocks can be found until their space is needed."""
+        """Release all blocks. Cached ones can still be found, until their space is needed."""
         sequence = self.sequence(seq)
         while sequence.block_table:
             self.pool.release(sequence.block_table.pop())
@@ -222,7 +222,7 @@ class PagedCache(Cache):
     # ---- The invariant
 
     def check(self) -> tuple[int, int, int]:
-        """Count the (free, idle, live) blocks. RuntimeError if the invariant is broken."""
+        """The numbers of (free, idle, live) blocks. RuntimeError if the invariant is broken."""
         pool = self.pool
         owners = Counter[int]()
         for sequence in self._sequences.values():
@@ -237,13 +237,13 @@ class PagedCache(Cache):
         return counts
 
 
-# ---- How large caches are ------------------------------------------------------------------------
+# ---- Cache sizes ---------------------------------------------------------------------------------
 
 
 def blocks_that_fit(memory: float, block_bytes: int, device: torch.device) -> int:
-    """How many blocks fit into `memory`: a share of the free memory, or, above 1, bytes."""
+    """How many blocks fit into `memory`: up to 1 a share of the free memory, above 1 bytes."""
     num_bytes = memory * free_memory(device) if memory <= 1 else memory
-    if not num_bytes >= block_bytes:  # NaN, too
+    if not num_bytes >= block_bytes:  # also true for NaN
         raise UserError(
             f"the memory for keys and values is {memory}: that does not hold a block, which takes "
             f"{block_bytes:,} bytes; it must be a share of what is free (up to 1), or bytes"
@@ -254,12 +254,12 @@ def blocks_that_fit(memory: float, block_bytes: int, device: torch.device) -> in
 def paged_caches(
     specs: Sequence[KVSpec], limits: Sequence[int], tokens: int, options: Options
 ) -> list[Cache]:
-    """A cache for each model, with as many blocks as memory holds or, without kv_memory, as
-    `tokens` need. limits: the most tokens of a sequence. UserError if memory is short."""
+    """A cache for each model, with as many blocks as kv_memory holds or, if it is None, as `tokens`
+    need. limits: the most tokens of a sequence in each cache. UserError if memory is short."""
     device = torch.device(specs[0].device)
     block_bytes = sum(spec.bytes(BLOCK_SIZE) for spec in specs)
     if options.kv_memory is None:
-        needed = math.ceil(tokens / BLOCK_SIZE) + options.max_batch  # last blocks are part-filled
+        needed = math.ceil(tokens / BLOCK_SIZE) + options.max_batch  # last blocks are partly filled
         blocks = min(needed, blocks_that_fit(0.8, block_bytes, device))
     else:
         if options.kv_memory > 1:
@@ -272,7 +272,7 @@ def paged_caches(
 
 
 def main() -> None:
-    """The demonstration prints how many tables hold each block; · means none."""
+    """Demonstration: how many block tables hold each block; · means none."""
     cache = PagedCache(KVSpec(1, 1, 2), num_blocks=40, block_size=4)
     for text in (
         b"Once upon a time, a dog",
@@ -281,7 +281,7 @@ def main() -> None:
     ):
         seq, num_cached = cache.open(text)  # a byte is a token
         cache.extend([(seq, text[num_cached:])])
-        cache.commit(seq, text + b".", 1)  # as if a round had made a full stop
+        cache.commit(seq, text + b".", 1)  # as if a round had generated a full stop
         row = "".join(str(number or "·") for number in cache.pool.references)
         free, idle, live = cache.check()
         print(

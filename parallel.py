@@ -3,28 +3,28 @@
     torchrun --nproc-per-node 2 generate.py --target 8B "…"
     python generate.py --tensor-parallel 2 --target 8B "…"
 
-Two products in a row need one sum over processes. The first matrix is *column-parallel*, cut by
-outputs, so that a head's attention, or SwiGLU, between the two products stays in one process. The
-second matrix is *row-parallel*, cut by inputs:
+Two successive products need one sum over processes. The first matrix is *column-parallel*: it is
+cut by outputs, so that a head's attention, or SwiGLU, between the two products stays in one
+process. The second matrix is *row-parallel*: it is cut by inputs.
 
     x W₁ᵀ = [x W₁,₀ᵀ | x W₁,₁ᵀ | …]       y W₂ᵀ = Σ_r y_r W₂,ᵣᵀ          r: the n processes
 
     column-parallel        qkv, gate_up     qkv in whole heads
     row-parallel           o, down          one all-reduce each; the bias is added once
-    vocabulary-parallel    embed, head      other processes' tokens embed as 0, and an all-reduce
-                                            fills them in; the head's logits are gathered
+    vocabulary-parallel    embed, head      tokens of other processes embed as 0, and an all-reduce
+                                            adds their rows; the head's logits are gathered
 
-`Group` has these sums and gathers; where there is one process, they do nothing. With fewer
-key/value heads than processes, several processes hold a replica of one head. A process has a
+`Group` has these sums and gathers; in a single process they do nothing. With fewer key/value heads
+than processes, several processes hold a replica of the same head. To its process a shard is just a
 smaller Llama, so caches, blocks and quantized keys need no change. All processes run the same
-scheduler, because their logits are equal to the bit. At the end of a step the host takes drawn
-tokens and times from the first process (`agree`).
+scheduler, because their logits are equal, bit for bit. At the end of a step every process takes the
+drawn tokens and the times of the first one (`agree`).
 
 Invariant: after each step all processes hold the same tokens.
 Cost of a token in each process: (2 L + 1) C numbers all-reduced, ⌈V / n⌉ logits sent.
-Not covered: training; machines of different kinds; expert, sequence and pipeline parallelism. Where
-inputs are rounded to 8 bits, too (W8A8), logits differ a little from those of one process, because
-each shard of a row has a scale of its own.
+Not covered: training; machines of different kinds; expert, sequence and pipeline parallelism. With
+8-bit inputs (W8A8), logits differ a little from those of one process, because each shard of a row
+has its own scale.
 
 Shoeybi et al. 2019, Megatron-LM (arXiv:1909.08053).
     L layers · C hidden_size · V vocab_size · T tokens of a step · n processes
@@ -55,12 +55,12 @@ def num_processes() -> int:
 
 
 def shard_tensor(tensor: Tensor, shape: Sequence[int], rank: int, n: int) -> Tensor:
-    """The shard of process `rank`, which has this shape: a view, but for a padded vocabulary."""
+    """The shard of process `rank`, of this shape. A view, unless the vocabulary is padded."""
     for dim, size in enumerate(shape):
-        # There are as many parts as processes; or, if these are fewer, as key/value heads; or one,
-        # where this dimension is not cut. 4 processes that share 2 heads have the parts 0 0 1 1.
+        # A dimension that is cut has one part per process, or per key/value head if there are fewer
+        # heads than processes. With 4 processes and 2 heads, the processes hold parts 0 0 1 1.
         parts = tensor.split(size, dim)
-        replicas = n // len(parts)  # neighbours that hold the same part
+        replicas = n // len(parts)  # neighbouring processes that hold the same part
         tensor = parts[rank // replicas]
     missing = shape[0] - len(tensor)
     if missing:  # the end of the vocabulary
@@ -72,22 +72,22 @@ def shard_tensor(tensor: Tensor, shape: Sequence[int], rank: int, n: int) -> Ten
 
 
 class Group:
-    """The processes that share a model, as one of them sees them. For a process alone each method
-    is the identity."""
+    """The processes that share a model, seen from one of them. In a single process every method
+    returns its input unchanged."""
 
     rank = 0
     n = 1
 
     def cut(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
-        """The part of a checkpoint's tensor that fills a tensor of this shape."""
+        """This process's part of a checkpoint's tensor, which has this shape."""
         return tensor
 
     def memory(self, free: int, device: torch.device) -> int:
-        """The bytes that each process may take, if so many are free on this one's device."""
+        """The bytes that each process may take. free: the bytes free on this process's device."""
         return free
 
     def sum(self, y: Tensor) -> Tensor:
-        """The sum over processes. Each has the product with its own columns of W."""
+        """The sum of y over processes. Each has the product with its own columns of W."""
         return y
 
     def embed(self, tokens: Tensor, vocab_size: int, embed: Callable[[Tensor], Tensor]) -> Tensor:
@@ -99,12 +99,12 @@ class Group:
         return logits
 
     def agree(self, numbers: Any) -> Any:
-        """The first process's whole numbers, in every process, on the host."""
+        """The first process's whole numbers, copied to the host side of every process."""
         return numbers
 
 
 class Processes(Group):
-    """Several processes, which torch.distributed has joined."""
+    """Several processes, connected by torch.distributed."""
 
     def __init__(self) -> None:
         self.rank = dist.get_rank()
@@ -114,7 +114,7 @@ class Processes(Group):
         return shard_tensor(tensor, shape, self.rank, self.n)
 
     def memory(self, free: int, device: torch.device) -> int:
-        if device.type == "cpu":  # which all processes share
+        if device.type == "cpu":  # the processes share its memory
             free //= self.n
         smallest = torch.tensor(free, dtype=torch.int64)
         dist.all_reduce(smallest, dist.ReduceOp.MIN)
@@ -134,7 +134,7 @@ class Processes(Group):
     def gather(self, logits: Tensor, vocab_size: int) -> Tensor:
         shards = [torch.empty_like(logits) for _ in range(self.n)]
         dist.all_gather(shards, logits)
-        return torch.cat(shards, dim=-1)[:, :vocab_size]  # the last shard is padded
+        return torch.cat(shards, dim=-1)[:, :vocab_size]  # without the last shard's padding
 
     def agree(self, numbers: Any) -> Any:
         agreed = torch.tensor(numbers, dtype=torch.int64)
@@ -143,6 +143,6 @@ class Processes(Group):
 
 
 def group_for(device: torch.device) -> Group:
-    """The processes that share models on this device. (A model on "meta" stands for the whole
-    checkpoint, to check its shapes: checkpoint/load.py.)"""
+    """The processes that share models on this device. (A model on "meta" represents the whole
+    checkpoint: checkpoint/load.py uses it to check shapes.)"""
     return Processes() if num_processes() > 1 and device.type != "meta" else Group()

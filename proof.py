@@ -1,19 +1,20 @@
 """The exact distribution of a sampler's outputs, as a sum over every possible run.
 
 All randomness passes through an rng with two methods (sampling.py). The rng here follows a script
-of outcomes. At each decision it notes the outcome's probability, and scripts for the other
-outcomes, until every script has been run:
+of outcomes. At each decision it records the probability of the outcome that it takes, and a new
+script for each other outcome. This goes on until every script has been run. Then
 
-    distribution(text) = Σ over the scripts that end in this text of
+    distribution(output) = Σ over the scripts that end in this output of
                 Π over a script's decisions of the outcome's probability
 
-`enumerate_distribution` gives the distribution of the production code, `sequential_distribution`
-that of the target. Tests show that their `distance` is a rounding error; `python speculative.py`
-prints both.
+`enumerate_distribution` computes the distribution of the production code, and
+`sequential_distribution` that of the target. Tests check that their `distance` is only a rounding
+error; `python speculative.py` prints both.
 
-Invariant: the probabilities of all scripts add up to 1. Each text of a wide batch follows its own
-script, or `group` texts share one, which gives their joint distribution. Cost: a script for each
-possible sequence of outcomes, so the models are toys: their texts have a few tokens, out of three.
+Invariant: the probabilities of all scripts add up to 1. Each request of a wide batch follows its
+own script, or `group` requests share one, which gives their joint distribution. Cost: one run for
+each possible sequence of outcomes. So the models are toys with outputs of a few tokens, out of a
+vocabulary of three.
 
     B rows, one request each · k drafted tokens · V vocabulary · T tokens of a step
     R rows of logits
@@ -35,15 +36,15 @@ from parallel import Group
 if TYPE_CHECKING:
     from kvcache import AttentionMetadata
 
-Distribution = dict[Any, float]  # the probability of each text
+Distribution = dict[Any, float]  # the probability of each output
 
 
 class Branch:
-    """One possible run: it follows a script, then takes the first possible outcome each time.
+    """One possible run. It follows a script, and then takes the first possible outcome each time.
 
-    path: the outcomes so far; a decision with one possible outcome is left out.
-    others: scripts for the outcomes that were not taken. (For decisions within the script, the run
-    that wrote it has noted them.)
+    path: the outcomes so far, without those of decisions that have only one possible outcome.
+    others: scripts for the outcomes that were not taken. (For decisions within the script, they
+    were recorded by the run that wrote the script.)
     """
 
     def __init__(self, script: Sequence[int]):
@@ -53,7 +54,7 @@ class Branch:
         self.others: list[tuple[int, ...]] = []
 
     def decide(self, probs: Sequence[float]) -> int:
-        """Decide between outcomes with these probabilities -> the index of one."""
+        """Choose between outcomes with these probabilities -> the index of one."""
         possible = [i for i, p in enumerate(probs) if p > 0]
         outcome = possible[0]
         if len(possible) > 1:
@@ -67,19 +68,19 @@ class Branch:
 
 
 class Walk:
-    """Makes rngs, as `Keyed` does: a request with seed s follows branch s // group."""
+    """Makes rngs, like `Keyed`. A request with seed s follows branch s // group."""
 
     def __init__(self, scripts: Sequence[Sequence[int]], group: int = 1):
         self.branches = [Branch(script) for script in scripts]
         self.group = group
 
     def __call__(self, seeds: Tensor, positions: Tensor, role: int | Tensor) -> WalkingRng:
-        """positions and role do not matter: a branch's decisions come in the order of its run."""
+        """positions and role are ignored, because a run makes its decisions in a fixed order."""
         return WalkingRng([self.branches[seed // self.group] for seed in seeds.tolist()])
 
 
 class WalkingRng:
-    """An rng with the methods of `Keyed`; row b follows branches[b]."""
+    """An rng with the methods of `Keyed`. Row b follows branches[b]."""
 
     def __init__(self, branches: list[Branch]):
         self.branches = branches
@@ -109,8 +110,8 @@ def enumerate_distribution(
 ) -> Distribution:
     """The distribution of what run(walk, n) returns.
 
-    A run makes n · group texts, with the seeds 0, 1, …, and returns n results: the texts, or a
-    tuple of each group's texts.
+    A run generates n · group outputs, with the seeds 0, 1, …, and returns n results: the outputs,
+    or one tuple of outputs for each group.
     width: the most scripts that one run follows.
     """
     distribution = defaultdict(float)
@@ -126,14 +127,14 @@ def enumerate_distribution(
 
 
 class Toy:
-    """A model with a vocabulary of V tokens, for texts of up to `longest` tokens: a table of logits
-    with a row for each text.
+    """A model with a vocabulary of V tokens, for sequences of up to `longest` tokens. It is a table
+    of logits with a row for each sequence.
 
-    The row's number is the text's code, in base V + 1: token t at position i counts (t + 1) ·
-    (V + 1)^i. With V = 3 the code of [2, 0] is 3 · 1 + 1 · 4 = 7. A toy knows the text by attention
-    alone: it stores each token's count as the token's value, and all keys are 0, so attention
-    returns the mean count (3.5), and the mean times the length is the code. So one wrong token in
-    the target's cache changes the distribution.
+    The row's number is the sequence's code, in base V + 1: token t at position i adds
+    (t + 1) · (V + 1)^i. With V = 3 the code of [2, 0] is 3 · 1 + 1 · 4 = 7. A toy sees the earlier
+    tokens only through attention: what a token adds is stored as its value, and every key is 0. So
+    attention returns the mean (3.5), and the mean times the length is the code. One wrong token in
+    the target's cache therefore changes the distribution.
     """
 
     device = torch.device("cpu")
@@ -144,20 +145,20 @@ class Toy:
     def __init__(self, V: int = 3, longest: int = 7, seed: int = 0):
         generator = torch.Generator().manual_seed(seed)
         weights = torch.rand((V + 1) ** longest, V, generator=generator, dtype=torch.float64)
-        weights = weights**3  # some are much larger than others
+        weights = weights**3  # makes some much larger than others
         kinds = torch.randint(0, 8, weights.shape, generator=generator)
         weights[kinds == 0] = 0  # impossible tokens
         weights[kinds == 1] = 0.25  # ties
-        weights[weights.sum(-1) == 0, seed % V] = 1  # not all are impossible
+        weights[weights.sum(-1) == 0, seed % V] = 1  # at least one token is possible
         self.V = V
         logs = (weights / weights.sum(-1, keepdim=True)).log()  # [codes, V]
-        self.table = logs.clamp(min=-1000)  # e^-1000 is 0, and logits are finite
+        self.table = logs.clamp(min=-1000)  # e^-1000 is 0, but the logits stay finite
 
     def price(self, context: int) -> int:
         return 1
 
     def code(self, text: Sequence[int]) -> int:
-        """A text's row in the table."""
+        """A sequence's row in the table."""
         return sum((token + 1) * (self.V + 1) ** i for i, token in enumerate(text))
 
     def __call__(
@@ -186,7 +187,7 @@ def sequential_distribution(
     ends: Sequence[int],
     probs: Callable[[Tensor], Tensor],
 ) -> Distribution:
-    """The distribution of up to `count` tokens of a toy, one after the other, by recursion."""
+    """The distribution of up to `count` tokens of a toy, one token at a time, by recursion."""
     if count == 0:
         return {(): 1.0}
     distribution = {}
@@ -200,13 +201,13 @@ def sequential_distribution(
 
 
 def surprise(texts: Sequence[Any], distribution: Distribution) -> float:
-    """How far the frequencies of texts are from a distribution: Pearson's χ², in standard
-    deviations from its mean. Texts that are expected less than five times count as one. ∞ for a
-    text that the distribution does not have."""
+    """How far the frequencies of outputs are from a distribution: Pearson's χ², in standard
+    deviations from its mean. Outputs that are expected less than five times are counted together.
+    ∞ if an output has probability 0."""
     counts = Counter(texts)
     if counts.keys() - distribution.keys():
         return math.inf
-    cells = []  # how often a text came, and how often it was expected
+    cells = []  # (how often an output came, how often it was expected)
     rare = [0, 0.0]
     for text, p in distribution.items():
         expected = p * len(texts)
@@ -223,5 +224,5 @@ def surprise(texts: Sequence[Any], distribution: Distribution) -> float:
 
 
 def distance(a: Distribution, b: Distribution) -> float:
-    """The largest difference between two distributions."""
+    """The largest difference between two distributions, over all outputs."""
     return max(abs(a.get(key, 0.0) - b.get(key, 0.0)) for key in a.keys() | b.keys())

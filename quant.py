@@ -1,7 +1,7 @@
-"""INT8 and INT4 numbers: fewer bytes for the same weights, keys and values.
+"""INT8, INT4, FP8 and NF4: fewer bytes for the same weights, keys and values.
 
-A decoding step takes as long as reading the weights takes, and a cache fills the memory that is
-left. So numbers x are stored as small integers q on a grid, with one grid for each row or group,
+A decoding step takes as long as reading the weights, and the cache fills the memory that they
+leave. So numbers x are stored as small integers q on a grid, with one grid for each row or group,
 and converted back where they are used:
 
     x ≈ (q − zero) · scale
@@ -12,25 +12,26 @@ and converted back where they are used:
     FP8      q in E4M3                            scale = max|x| / 448          zero = 0
     NF4      q = code[i], i in [0, 15]            scale = max|x|                zero = 0
 
-`FORMATS` has a record for each of these kinds.
+`FORMATS` has an entry for each of these formats.
 
 Invariant: |error| ≤ scale / 2 in 8 and 4 bits. A scale is rounded *up* to 16 bits before q is
-computed with it: a grid with a smaller scale would not reach max x.
+computed with it, because a grid with a smaller scale would not reach max x.
 
   - Weights W [N, K] in 8 bits or FP8 have a scale for each row: N (K + 2) bytes. In 4 bits they
     have a scale and a zero for each group of 32, 64 or 128: N (K / 2 + 4 ⌈K / group⌉) bytes, a
     quarter of 16 bits *plus scales*. NF4 has no zeros.
-  - Keys and values have a scale (and in 4 bits a zero) for each token and head. 4-bit keys have one
-    for each group of 16 numbers, and their zeros count quarters of a grid step: errors are smaller.
-  - Activations may be rounded as INT8 or FP8 weights are, with a scale for each token (W8A8; Xiao
-    et al. 2022).
+  - Keys and values have a scale (and in 4 bits a zero) for each token and head. To reduce errors,
+    4-bit keys have these for each group of 16 numbers, and their zeros count quarters of a grid
+    step.
+  - Activations may be rounded like INT8 or FP8 weights, with a scale for each token (W8A8; Xiao et
+    al. 2022).
 
-Not covered: how to round with care (GPTQ, AWQ: train/calibrate.py). `python -m train.quantize`
-writes a quantized model's folder; `python quant.py` shows bytes and errors of a matrix.
+Not covered: calibrated rounding (GPTQ, AWQ: train/calibrate.py). `python -m train.quantize` writes
+the folder of a quantized model; `python quant.py` prints the bytes and errors of a matrix.
 
 NF4: Dettmers et al. 2023 (arXiv:2305.14314). FP8: Micikevicius et al. 2022 (2209.05433).
 
-    N rows of W, out_features · K columns, in_features · M = ⌈K / group⌉ groups of a row
+    N rows of W, out_features · K columns, in_features · M = ⌈K / group⌉ groups in a row
     D head size · T tokens of a step
 """
 
@@ -51,10 +52,10 @@ from settings import Options
 
 
 def symmetric(x: Tensor, steps: int, group: int | None) -> tuple[Tensor, Tensor]:
-    """Make grids that reach max|x| in so many steps, one for each group of columns (None: one for
-    the row).
+    """Make grids that reach max|x| in `steps` steps, one for each group of columns (None: one for
+    the whole row).
 
-    x: [..., K] -> q, not rounded yet: float32[..., K]; scale, bfloat16[..., M].
+    x: [..., K] -> q before rounding, float32[..., K]; scale, bfloat16[..., M].
     """
     group = group or x.shape[-1]
     largest = groups(x, group).abs().amax(-1).float()
@@ -65,15 +66,15 @@ def symmetric(x: Tensor, steps: int, group: int | None) -> tuple[Tensor, Tensor]
 def affine(x: Tensor, group: int, parts: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     """Make grids from min x to max x in 15 steps, one for each group of columns.
 
-    parts: zeros count 1 / parts of a grid step. x: [..., K] -> q, not rounded yet: float32[..., K];
-    scale, bfloat16[..., M]; zero, int16[..., M].
+    parts: a zero is in units of 1 / parts of a grid step. x: [..., K] -> q before rounding,
+    float32[..., K]; scale, bfloat16[..., M]; zero, int16[..., M].
     """
     x = x.float()
     grouped = groups(x, group)
     low = grouped.amin(-1)
-    high = grouped.amax(-1)  # both are quicker than `aminmax` of a dimension
+    high = grouped.amax(-1)  # both together are faster than `aminmax` over a dimension
     largest = torch.maximum(high, -low)
-    step = high / 15 - low / 15  # high − low may be beyond float32
+    step = high / 15 - low / 15  # high − low could overflow float32
     scale = stored_scale(wide_enough(step, largest), largest, HALF)
     zero = -(low / scale * parts).round_()
     q = x / spread(scale, group, x)
@@ -89,7 +90,7 @@ def from_grid(q: Tensor, scale: Tensor, zero: Tensor | None, group: int) -> Tens
 
 
 def groups(x: Tensor, group: int) -> Tensor:
-    """[..., K] -> [..., M, group]. The last group is padded with its own last number."""
+    """[..., K] -> [..., M, group]. The last group is padded by repeating its last number."""
     missing = -x.shape[-1] % group
     if missing:
         x = F.pad(x, (0, missing), mode="replicate")
@@ -97,8 +98,8 @@ def groups(x: Tensor, group: int) -> Tensor:
 
 
 def spread(grid: Tensor, group: int, x: Tensor) -> Tensor:
-    """Scales or zeros of groups, [..., M] -> those of the columns of x, [..., K]. A single one is
-    not repeated."""
+    """Repeat the scales or zeros of groups, [..., M], for the columns of x: [..., K]. If M is 1,
+    they are returned unchanged."""
     if grid.shape[-1] == 1:
         return grid
     return grid.repeat_interleave(group, -1)[..., : x.shape[-1]]
@@ -106,45 +107,45 @@ def spread(grid: Tensor, group: int, x: Tensor) -> Tensor:
 
 # ---- Scales that can be stored -------------------------------------------------------------------
 
-SMALLEST_SCALE = 1e-30  # nothing is divided by 0; all-zero groups are exact
-# A grid ends there, or less than a step of bfloat16 beyond: float32's largest is larger still.
+SMALLEST_SCALE = 1e-30  # avoids a division by 0; groups of zeros stay exact
+# The end of the largest grid, to within a step of bfloat16. The largest float32 is larger still.
 LARGEST = torch.finfo(torch.bfloat16).max
-LARGEST_ZERO = 2000  # grid steps: x / scale is then precise to 1e-4 steps in float32
-HALF = 7  # whole steps on either side of 0, where a grid has 15
+LARGEST_ZERO = 2000  # grid steps; then x / scale is precise to 1e-4 steps in float32
+HALF = 7  # whole steps on either side of 0 in a grid of 15 steps
 
 
 def wide_enough(scale: Tensor, largest: Tensor) -> Tensor:
-    """The scale of 15 steps, or a larger one. largest: the group's largest |x|."""
+    """The scale of a grid of 15 steps, or a larger one. largest: the group's largest |x|."""
     scale = torch.maximum(scale, largest / LARGEST_ZERO)  # so zero is at most LARGEST_ZERO
-    # Near float32's end the grid might reach half a step beyond x, to infinity. So there it has 7
-    # steps from 0 to LARGEST on either side.
+    # The grid may reach half a step beyond x, which near the largest float32 would be infinity. So
+    # there it has 7 steps from 0 to LARGEST on either side.
     return scale.masked_fill_(largest > 1e38, LARGEST / HALF)
 
 
 def stored_scale(scale: Tensor, largest: Tensor, steps: int) -> Tensor:
     """float32 -> bfloat16, rounded up: a smaller scale would not reach the group's largest |x|.
 
-    `steps` times the scale stays a float32. If a number of a group is not finite, the group's scale
-    is NaN: no clamp must hide it.
+    `steps` times the scale does not overflow float32. If a number of a group is not finite, the
+    group's scale is NaN, so that clamping does not hide it.
     """
     scale = scale.clamp(SMALLEST_SCALE, LARGEST / steps)
     return round_up(torch.where(largest < math.inf, scale, math.nan))
 
 
 def round_up(x: Tensor) -> Tensor:
-    """The next bfloat16 that is not below x ≥ 0, a float32."""
-    # A bfloat16 is the upper half of a float32's bits: carry into them, and clear the lower half.
+    """The smallest bfloat16 that is not below x, a float32 ≥ 0."""
+    # A bfloat16 is the upper half of a float32's bits. Carry into it, and clear the lower half.
     bits = (x.view(torch.int32) + 0xFFFF) & -0x10000
     return bits.view(torch.float32).bfloat16()
 
 
-# ---- Kinds of numbers ----------------------------------------------------------------------------
+# ---- Formats -------------------------------------------------------------------------------------
 
-Kind = int | str  # how weights are stored: 8, 4, "fp8", "nf4"; 16: not quantized
+Kind = int | str  # how weights are stored: 8, 4, "fp8" or "nf4"; 16: not quantized
 
 
 def pack4(q: Tensor) -> Tensor:
-    """Two whole numbers below 16 in a byte: [..., K] -> uint8[..., ⌈K / 2⌉]."""
+    """Pack two whole numbers below 16 into a byte: [..., K] -> uint8[..., ⌈K / 2⌉]."""
     q = F.pad(q.to(torch.uint8), (0, q.shape[-1] % 2))
     lower_half = q[..., ::2]
     upper_half = q[..., 1::2]
@@ -158,7 +159,7 @@ def unpack4(packed: Tensor) -> Tensor:
     return torch.stack((lower_half, upper_half), -1).flatten(-2)
 
 
-# NormalFloat: the quantiles of N(0, 1), eight above 0 and seven below, scaled to ±1.
+# NormalFloat: quantiles of N(0, 1), eight above 0 and seven below, scaled to ±1.
 NF4_CODE = [
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
     *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
@@ -186,18 +187,18 @@ def from_nf4(values: Tensor) -> Tensor:
 
 
 class Format(NamedTuple):
-    """A kind of numbers."""
+    """How numbers are stored."""
 
     dtype: torch.dtype  # the dtype of stored values
-    steps: int | None  # a symmetric grid has max|x| there; None: the grid is affine
-    encode: Callable[[Tensor], Tensor]  # q, not rounded yet -> values
+    steps: int | None  # the q of max|x| on a symmetric grid; None: the grid is affine
+    encode: Callable[[Tensor], Tensor]  # q before rounding -> values
     decode: Callable[[Tensor], Tensor] | None = None  # values -> q; None: the values are q
-    group: int | None = None  # columns that share a scale, where none are asked for; None: a row
-    in_a_byte: int = 1  # how many numbers a byte holds
-    zero: torch.dtype | None = None  # the dtype of zeros; None: there are none
+    group: int | None = None  # the default number of columns that share a scale; None: a whole row
+    in_a_byte: int = 1  # numbers per byte
+    zero: torch.dtype | None = None  # the dtype of zeros; None: the format has no zeros
 
     def round(self, x: Tensor, group: int | None = None) -> tuple[Tensor, ...]:
-        """x: [..., K] -> values, then scales and, if the kind has them, zeros: [..., M] each."""
+        """x: [..., K] -> values, then scales and, if the format has them, zeros: [..., M] each."""
         if self.steps is None:
             q, *grid = affine(x, group)
         else:
@@ -238,22 +239,22 @@ FORMATS: dict[Kind, Format] = {
 
 # ---- Weights -------------------------------------------------------------------------------------
 
-SLAB = 1 << 22  # weights that are rounded at a time: rounding takes several times their memory
+SLAB = 1 << 22  # weights rounded at a time, because rounding takes several times their memory
 
 
 class Quantized(NamedTuple):
-    """A matrix W [N, K] in fewer bits.
+    """A matrix W [N, K] in lower precision.
 
-    `quantize` makes bfloat16 scales, and zeros only for 4 bits. Folders of other programs
-    (checkpoint/layouts.py) may have scales of any floating-point type, groups and zeros for int8,
-    too, and columns that are stored in another order.
+    `quantize` makes bfloat16 scales, and zeros only for 4 bits. In folders of other programs
+    (checkpoint/layouts.py) scales may have any floating-point type, int8 may have groups and zeros,
+    and columns may be stored in another order.
     """
 
     bits: Kind
     values: Tensor  # [N, K], or two numbers a byte: [N, ⌈K / 2⌉]
     scale: Tensor  # [N, M]
     zero: Tensor | None  # int16[N, M], or float32; None: every zero is 0
-    columns: int  # K (two numbers a byte do not say whether K is odd)
+    columns: int  # K (with two numbers a byte, the values do not show whether K is odd)
     group: int  # columns that share a scale
     order: Tensor | None = None  # int64[K]: stored column j multiplies x[order[j]]; None: x[j]
     input_bits: int = 16  # 8: each row of x is rounded as W is before the product (W8A8)
@@ -268,18 +269,18 @@ class Quantized(NamedTuple):
         return sum(part.nbytes for part in self if isinstance(part, Tensor))
 
     def rows(self, which: Tensor | slice) -> "Quantized":
-        """Some rows of W; for a slice they are views."""
+        """Some rows of W. For a slice they are views."""
         values = self.values[which]
         scale = self.scale[which]
         zero = None if self.zero is None else self.zero[which]
         return self._replace(values=values, scale=scale, zero=zero)
 
     def split(self, sizes: list[int]) -> list["Quantized"]:
-        """Views of so many rows each."""
+        """Cut W into views with these numbers of rows."""
         return [self.rows(slice(end - n, end)) for n, end in zip(sizes, accumulate(sizes))]
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The numbers that the matrix stands for: float[N, K]."""
+        """W, converted back: float[N, K]."""
         q = self.values
         decode = FORMATS[self.bits].decode
         if decode is not None:
@@ -291,7 +292,7 @@ class Quantized(NamedTuple):
 
 
 def named_tensors(name: str, weight: Tensor | Quantized) -> dict[str, Tensor]:
-    """A weight's tensors, as a checkpoint names them where this is the weight's name."""
+    """The tensors of the weight with this name, as a checkpoint names them."""
     if isinstance(weight, Tensor):
         return {name: weight}
     parts = {
@@ -305,10 +306,10 @@ def named_tensors(name: str, weight: Tensor | Quantized) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def quantize(w: Tensor, bits: Kind, group: int | None = None) -> Quantized:
-    """Round W: float[N, K] to nearest. In 8 bits and FP8 a whole row shares a scale.
+    """Round W, float[N, K], to nearest. In 8 bits and FP8 a whole row shares a scale.
 
-    group: columns that share a scale; None: the format's. UserError for unknown bits, or a weight
-    that holds numbers that are not finite.
+    group: columns that share a scale; None: the format's default. UserError for unknown bits, or a
+    weight with numbers that are not finite.
     """
     if bits not in FORMATS:
         raise UserError(f"bits is {bits!r}: weights are stored in {', '.join(map(str, FORMATS))}")
@@ -332,8 +333,8 @@ def quantize(w: Tensor, bits: Kind, group: int | None = None) -> Quantized:
 def rounded_product(x: Tensor, w: Quantized) -> Tensor:
     """x Wᵀ with each row of x rounded as W is, to INT8 or FP8: [T, K] -> [T, N].
 
-    W has a scale for each row, no zeros, and its columns in order. Sums are float32's:
-    PyTorch's product of integers saturates on a CPU without VNNI.
+    W has a scale for each row, no zeros, and its columns in order. Sums are in float32, because
+    PyTorch's integer product saturates on a CPU without VNNI.
     """
     values, scale = FORMATS[w.bits].round(x, w.columns)
     y = values.float() @ w.values.T.float()
@@ -345,12 +346,12 @@ def rounded_product(x: Tensor, w: Quantized) -> Tensor:
 
 Bits = tuple[int, int]  # bits of keys, bits of values
 WIDTHS = {"16": (16, 16), "8": (8, 8), "8/4": (8, 4), "4": (4, 4)}  # as `--kv-bits` names them
-KEY_GROUP = 16  # numbers of a 4-bit key that share a scale; a value has one
-PARTS = 4  # zeros of several groups count quarters of a grid step, up to 4 · 2,000, in int16
+KEY_GROUP = 16  # numbers of a 4-bit key that share a scale; a whole value shares one
+PARTS = 4  # with several groups, zeros count quarters of a grid step: up to 4 · 2,000, in int16
 
 
 def widths(name: str | int) -> Bits:
-    """'16', '8', '8/4' or '4' -> bits of keys and of values. UserError for others."""
+    """'16', '8', '8/4' or '4' -> bits of keys and of values. UserError for any other name."""
     return WIDTHS[Options(kv_bits=name).kv_bits]
 
 
@@ -358,14 +359,14 @@ int8 = FORMATS[8].round  # x: [..., D] -> int8[..., D]; scale, bfloat16[..., 1]
 
 
 def from_int8(values: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The numbers that int8 stored: [..., D]."""
+    """The numbers stored by `int8`: [..., D]."""
     return from_grid(values, scale, None, values.shape[-1]).to(dtype)
 
 
 def int4(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """A key or value x: [..., D] -> uint8[..., D / 2]; scale and zero, [..., M].
 
-    group: numbers that share a scale; None: all.
+    group: numbers that share a scale; None: all D.
     """
     D = x.shape[-1]
     group = group or D
@@ -380,7 +381,7 @@ def from_int4(
     dtype: torch.dtype = torch.float32,
     group: int | None = None,
 ) -> Tensor:
-    """The numbers that int4 stored, with its `group`: [..., D]."""
+    """The numbers stored by `int4` with the same `group`: [..., D]."""
     D = 2 * packed.shape[-1]
     group = group or D
     steps = zero / PARTS if group < D else zero
@@ -388,7 +389,7 @@ def from_int4(
 
 
 def main() -> None:
-    """The demonstration prints bytes and error of each kind, for the token embedding of tiny."""
+    """Demonstration: the bytes and the error of each format, for the token embedding of tiny."""
     tensors = load_file(find_model("tiny") / "model.safetensors")
     w = tensors["model.embed_tokens.weight"].float()
     for bits in FORMATS:

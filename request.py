@@ -1,11 +1,11 @@
-"""A request: a prompt with its settings, the tokens made so far, and the result.
+"""A request: a prompt with its settings, the tokens generated so far, and the result.
 
-`OutputStream` turns a request's tokens into text as they come. Stop strings are searched in the
-*text*, because a stop string may begin and end inside a token. The end of a text is held back while
-it could begin one: the longest suffix of the text that is a proper prefix of a stop string.
+`OutputStream` turns a request's tokens into text as they come. Stop strings are searched for in the
+*text*, because a stop string may begin and end inside a token. The end of the text is held back
+while it could be the beginning of a stop string: the longest suffix that is a proper prefix of one.
 
-Invariant: a request's tokens are its prompt and all tokens since. No cache holds the last of them:
-the next pass reads it, for its logits.
+Invariant: a request's tokens are its prompt, followed by all tokens generated so far. The caches
+do not hold the last one, because the next pass reads it for its logits.
 """
 
 from __future__ import annotations
@@ -24,51 +24,51 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 Message = dict[str, Any]  # {"role": …, "content": …}
-Show = Callable[[str, str], None]  # gets a piece of text, and the origin of its last token
+Show = Callable[[str, str], None]  # called with a piece of text and the origin of its last token
 
 
 class RoundStats(NamedTuple):
     """The counts of a past round of one request (runner.py)."""
 
     num_drafts: int
-    num_accepted: int  # drafts that stand; of several plain tokens in one step, all but the last
+    num_accepted: int  # accepted drafts; if a step made several plain tokens, all but the last
     batch_size: int = 1  # requests that shared the round
 
 
 @dataclass(eq=False)  # compared, and hashed, by identity
 class Request:
-    """One text in the making."""
+    """One request, from its prompt to its last token."""
 
-    tokens: list[int]  # the prompt, then the new tokens; no cache holds the last one
-    settings: Settings  # with a seed
+    tokens: list[int]  # the prompt, then the new tokens; the last one is not cached yet
+    settings: Settings  # seed is not None
     eos_token_ids: Collection[int] = ()
     seq: int = -1  # the sequence in the target's cache; −1: none
     rounds: list[RoundStats] = field(default_factory=list)
     # The origin of each new token: plain; accepted (a draft); corrected (after a rejected draft);
-    # or bonus (after a round whose drafts were all accepted).
+    # or bonus (at the end of a round in which every draft was accepted).
     origins: list[str] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)  # those of new tokens, if asked for
-    # Those of the prompt's tokens from the second on, if asked for. Texts of one prompt share them.
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # of the new tokens, if asked for
+    # Of the prompt's tokens from the second on, if asked for. Siblings share the list.
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    sibling: Request | None = None  # a request whose reading of the same prompt this one awaits
+    sibling: Request | None = None  # this request waits until that one has read the same prompt
     turn: float = 0.0  # the turn in the queue (batcher.py)
     arrived: float = 0.0  # seconds, by time.perf_counter
     started: float = 0.0  # when the request was first admitted (batcher.py)
     num_preemptions: int = 0
     num_cached_tokens: int = 0  # tokens of the prompt that were cached at the first admission
     compiled: LLMatcher | None = None  # the grammar, if it was compiled early
-    grammar_state: GrammarState | None = None  # while a runner has the request open
-    error: str = ""  # why the text ended before its grammar did
+    grammar_state: GrammarState | None = None  # set while a runner has the request open
+    error: str = ""  # why the output ended before its grammar did
     is_cut: bool = False  # a token of `eos_token_ids` ended it where its grammar may not end
-    is_reply: bool = False  # the text answers a conversation: it does not continue the prompt
+    is_reply: bool = False  # the output answers a conversation instead of continuing the prompt
 
     def __post_init__(self) -> None:
         self.tokens = list(self.tokens)
         self.num_prompt_tokens = len(self.tokens)
 
     def sibling_text(self, i: int) -> Request:
-        """A request for another text of this prompt, with the seed i after this one's: the smallest
-        comes after the largest."""
+        """A request for another output of this prompt. Its seed is this one's plus i, wrapped to
+        64 bits."""
         seed = (self.settings.seed + i + 2**63) % 2**64 - 2**63
         settings = replace(self.settings, seed=seed)
         return Request(
@@ -83,14 +83,14 @@ class Request:
 
     @property
     def num_remaining(self) -> int:
-        """The number of tokens that may still be made."""
+        """The number of tokens that may still be generated."""
         return self.num_prompt_tokens + self.settings.max_tokens - len(self.tokens)
 
     @property
     def finish_reason(self) -> str:
-        """stop, length or error; empty while tokens are left to make, or to be read. A text with a
-        grammar stops where its grammar may end: elsewhere a client's own end cuts it, as its length
-        does."""
+        """stop, length or error; empty while there are tokens to generate or to read. With a
+        grammar, "stop" means that the grammar may end there. If a client's own end-of-text token
+        cuts the output elsewhere, the reason is "length"."""
         if self.error:
             return "error"
         if len(self.tokens) > self.num_prompt_tokens and self.tokens[-1] in self.eos_token_ids:
@@ -99,7 +99,7 @@ class Request:
 
     @property
     def acceptance(self) -> float | None:
-        """α: accepted drafts over examined ones: a round's drafts up to the first rejection."""
+        """α = accepted / examined drafts. A round examines its drafts up to the first rejection."""
         accepted = sum(stats.num_accepted for stats in self.rounds)
         examined = sum(min(stats.num_accepted + 1, stats.num_drafts) for stats in self.rounds)
         return accepted / examined if examined else None
@@ -109,16 +109,16 @@ class Request:
 
 
 class StopStrings:
-    """Cuts a stream of text before the stop string that is complete first. If several end together,
-    it cuts before the longest."""
+    """Cuts a stream of text before the stop string that is complete first. If several are complete
+    at the same character, it cuts before the longest."""
 
     def __init__(self, stops: Sequence[str]):
         self.stops = tuple(stops)
-        self.held = ""  # a suffix of the text that could begin a stop string
+        self.held = ""  # a suffix of the text that could be the beginning of a stop string
         self.is_complete = False
 
     def feed(self, piece: str) -> str:
-        """The text that can be shown now that `piece` has come."""
+        """Add `piece` to the text -> the text that can be shown now."""
         if self.is_complete:
             return ""
         text = self.held + piece
@@ -135,7 +135,7 @@ class StopStrings:
         return text[: len(text) - num_held]
 
     def _num_begun(self, text: str, stop: str) -> int:
-        """The length of the text's longest suffix that begins this stop string."""
+        """The length of the text's longest suffix that is a proper prefix of this stop string."""
         for size in range(min(len(text), len(stop) - 1), 0, -1):
             if text.endswith(stop[:size]):
                 return size
@@ -143,7 +143,7 @@ class StopStrings:
 
 
 class Speculation(NamedTuple):
-    """What drafts were worth to a text. speed_up: the measured speed over plain decoding."""
+    """How much drafts helped a request. speed_up: the measured speed over plain decoding."""
 
     acceptance: float | None = None
     tokens_per_round: float | None = None
@@ -152,7 +152,7 @@ class Speculation(NamedTuple):
 
 @dataclass
 class Result:
-    """A finished text, and its cost."""
+    """A finished output, and what it cost."""
 
     prompt: str | list[Message]
     prompt_tokens: list[int]
@@ -163,22 +163,22 @@ class Result:
     finish_reason: str = ""  # stop (a token or a string), length, interrupted, error
     error: str = ""
     seconds_to_first_token: float = 0.0  # from arrival
-    num_first_tokens: int = 0  # tokens that came at that moment
+    num_first_tokens: int = 0  # tokens that arrived together at that moment
     seconds: float = 0.0  # from arrival to the last token
     seconds_queued: float = 0.0  # from arrival to admission
     speculation: Speculation | None = None
-    logprobs: list[TokenLogprob] | None = None  # those of the tokens, if asked for
+    logprobs: list[TokenLogprob] | None = None  # of `tokens`, if asked for
     prompt_logprobs: list[TokenLogprob] | None = None  # of the prompt's tokens from the second on
 
     @property
     def tokens_per_second(self) -> float | None:
-        """The speed after the first round; None if all tokens came in that round."""
+        """The speed after the first round; None if every token came in that round."""
         seconds = self.seconds - self.seconds_to_first_token
         return (len(self.tokens) - self.num_first_tokens) / seconds if seconds > 0 else None
 
 
 class OutputStream:
-    """One request's text as it grows: whole characters, cut before a stop string."""
+    """One request's output as it grows: whole characters, cut before a stop string."""
 
     def __init__(
         self,
@@ -191,18 +191,18 @@ class OutputStream:
         self.request = request
         self.show = show
         self.result = Result(prompt, list(request.tokens), request.settings.seed, index=index)
-        # A grammar follows every byte, even a first space that some tokenizers drop.
+        # A grammar sees every byte, even a first space, which some tokenizers drop.
         continues = not request.is_reply or request.settings.follows is not None
         self.decoder = tokenizer.incremental_decoder(continues)
         self.stops = StopStrings(request.settings.stop)
-        self.origin = "plain"  # the last token's
+        self.origin = "plain"  # of the last token
 
     @property
     def is_done(self) -> bool:
         return self.stops.is_complete or bool(self.request.finish_reason)
 
     def feed(self, new_tokens: Sequence[int]) -> None:
-        """Show the request's newest tokens. Tokens after a stop string are dropped."""
+        """Show the request's new tokens. Tokens after a stop string are dropped."""
         request = self.request
         result = self.result
         result.seconds = time.perf_counter() - request.arrived
@@ -225,13 +225,13 @@ class OutputStream:
                 self.show(piece, self.origin)
 
     def finish(self, reason: str = "") -> Result:
-        """Show the rest of the text -> the result. reason: why the request was cancelled."""
+        """Show the rest of the text -> the result. reason: why the request was cancelled, if so."""
         rest = self.stops.feed(self.decoder.finish())
-        rest += self.stops.held  # no stop string can follow any more
+        rest += self.stops.held  # no more text can complete a stop string
         self.stops.held = ""
         self._emit(rest)
         result = self.result
-        if self.request.started:  # it was admitted
+        if self.request.started:  # the request was admitted
             result.seconds_queued = self.request.started - self.request.arrived
         if self.request.settings.logprobs is not None:
             result.logprobs = self.request.logprobs[: len(result.tokens)]
@@ -240,7 +240,7 @@ class OutputStream:
         is_whole = len(result.tokens) == len(self.request.origins)
         if self.stops.is_complete:
             reason = "stop"
-        elif is_whole and self.request.finish_reason:  # not cancelled before its end
+        elif is_whole and self.request.finish_reason:  # it finished before it could be cancelled
             reason = self.request.finish_reason
         result.finish_reason = reason
         result.error = self.request.error if reason == "error" else ""

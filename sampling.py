@@ -1,31 +1,32 @@
 """From logits to one probability vector, and the one place where randomness enters.
 
-`probabilities` turns logits into the distribution that is sampled, for target, draft and plain
-decoding, in this order:
+`probabilities` turns logits into the distribution that tokens are drawn from, for the target, for
+drafts and for plain decoding. It applies these steps in order:
 
     temperature   softmax(logits / t); t = 0 is a one-hot at the largest logit
     top-k         keep the k most probable tokens
     top-p         keep the fewest of these that hold a share p of their mass (Holtzman et al. 2020)
     min-p         keep tokens with at least min_p of the largest probability (Nguyen et al. 2024)
 
-Ties go to the lower index, so top-k keeps exactly k tokens. A row that a filter does not ask for
-stays as it is, to the bit: so a text's distributions do not depend on the filters beside it.
+Ties go to the lower index, so top-k keeps exactly k tokens. A filter leaves the rows that do not
+use it unchanged, bit for bit. So a request's distributions do not depend on the filters of the
+other requests in the batch.
 
 All randomness goes through an rng with two methods: `accept(prob)` and `pick(probs)`. The
-production rng, `Keyed`, is a counter-based random generator (Salmon et al. 2011): it has no state,
-each number is a SplitMix64 hash (Steele, Lea & Flood 2014) of (seed, position, role, i). The role
-says what the number decides; i is the candidate in `pick`. So a text's random numbers do not depend
-on its batch or the device. `pick` is argmax p_i / E_i with E_i = −log u_i exponential: exactly a
-draw from p (the Gumbel-max trick). With the same noise, two distributions that are close mostly
-pick the same token.
+production rng, `Keyed`, is a counter-based random number generator (Salmon et al. 2011). It has no
+state: each number is a SplitMix64 hash (Steele, Lea & Flood 2014) of (seed, position, role, i). The
+role says what the number decides; i is the candidate in `pick`. So a request's random numbers do
+not depend on its batch or the device. `pick` returns argmax p_i / E_i, where E_i = −log u_i is
+exponential. That is an exact draw from p (the Gumbel-max trick). With the same noise, two similar
+distributions usually pick the same token.
 
-Invariant: `accept` is u < prob with u in [0, 1), so it never accepts probability 0, and always
-accepts probability 1. (The u of `pick` is half a step larger, so that its logarithm is finite.)
-Cost: a sort of the vocabulary for top-k and top-p. gpu/draw.py finds their thresholds without it,
-and cpu/ sorts the likely tokens alone.
+Invariant: `accept` returns u < prob with u in [0, 1), so it never accepts probability 0 and always
+accepts probability 1. (`pick` uses a u that is half a step larger, so that log u is finite.)
+Cost: a sort of the vocabulary for top-k and top-p. gpu/draw.py finds their thresholds without a
+sort, and cpu/ sorts only the likely tokens.
 
     B rows, one request each · k drafted tokens · V vocabulary
-    key: a hash's input for (seed, position) · stream: key ^ role, the input for one pick
+    key: (seed, position) as one int64, which is hashed · stream: key ^ role, the input of one pick
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ from torch import Tensor
 
 from errors import UserError
 
-Setting = float | int | Tensor | None  # one value for all rows, or one for each; None: no filter
-LOGPROB_ROWS = 32  # rows of logits that are in float64 at a time: a prompt has many
+Setting = float | int | Tensor | None  # one value for all rows, or one per row; None: no filter
+LOGPROB_ROWS = 32  # rows converted to float64 at a time, because a prompt has many
 
 
 # ---- Probabilities -------------------------------------------------------------------------------
@@ -58,10 +59,10 @@ def probabilities(
 ) -> Tensor:
     """logits: float[..., V] -> probabilities [..., V], float32 (float64 if the logits are float64).
 
-    A setting is a number, or a tensor [...] with a number for each row. It must be in its
-    range, which is not checked here (settings.Settings).
+    A setting is a number, or a tensor [...] with a number for each row. Its range is not checked
+    here, but in settings.Settings.
     """
-    # In float64 the order of a sum over a large vocabulary changes bits that float32 cuts off.
+    # The order of a sum changes its last bits. In float64 they are lost in rounding to float32.
     rows = logits.reshape(-1, logits.shape[-1]).double()  # [B, V]
     probs = soften(rows, 1.0 if temperature is None else temperature)
     if top_k is not None or top_p is not None:
@@ -79,12 +80,12 @@ def probabilities(
 
 
 def soften(logits: Tensor, temperature: float | Tensor) -> Tensor:
-    """softmax(logits / t): float64[B, V]. Where t is 0, it is a one-hot at the first of the largest
-    logits."""
+    """softmax(logits / t): float64[B, V]. Where t is 0, a one-hot at the largest logit; of equal
+    ones, at the first."""
     t = column(temperature, logits)
     is_greedy = t == 0
     largest = logits.amax(-1, keepdim=True)
-    scaled = (logits - largest) / torch.where(is_greedy, 1, t)  # at most 0: exp cannot overflow
+    scaled = (logits - largest) / torch.where(is_greedy, 1, t)  # at most 0, so exp cannot overflow
     probs = scaled.softmax(-1)
     best = logits.argmax(-1, keepdim=True)
     one_hot = torch.zeros_like(probs).scatter_(-1, best, 1)
@@ -92,7 +93,7 @@ def soften(logits: Tensor, temperature: float | Tensor) -> Tensor:
 
 
 def keep_top(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Top-k, then top-p. probs: float64[B, V]; top_k (0: all) and top_p: float64[B, 1]."""
+    """Top-k, then top-p. probs: float64[B, V]; top_k (0: no filter) and top_p: float64[B, 1]."""
     ordered, index = probs.sort(dim=-1, descending=True, stable=True)  # ties: the lower index first
     rank = torch.arange(probs.shape[-1], device=probs.device)
     is_top_k = (rank < top_k) | (top_k < 1)
@@ -114,7 +115,7 @@ def normalized(probs: Tensor) -> Tensor:
 def column(setting: float | int | Tensor, rows: Tensor) -> Tensor:
     """A setting as a contiguous float64[B, 1]. rows: [B, V]."""
     B = len(rows)
-    if not isinstance(setting, Tensor):  # filled on the device: no copy from the host
+    if not isinstance(setting, Tensor):  # filled on the device, so nothing is copied from the host
         return torch.full((B, 1), float(setting), dtype=torch.float64, device=rows.device)
     values = setting.to(rows.device, torch.float64).reshape(-1)
     if len(values) not in (1, B):
@@ -123,7 +124,7 @@ def column(setting: float | int | Tensor, rows: Tensor) -> Tensor:
 
 
 class NotFinite(UserError):
-    """Logits are not finite. They are the model's, unless the runner knows better."""
+    """Logits are not finite. `whose` names their model, if the runner knows which one it is."""
 
     def __init__(self, whose: str = "the model", way_out: str = "fetch it again"):
         super().__init__(
@@ -134,25 +135,25 @@ class NotFinite(UserError):
 
 def check_finite(x: Tensor, masked: bool = True) -> Tensor:
     """Return x: [B, V], logits or probabilities. NotFinite if one of its numbers is NaN or
-    infinite; masked: some numbers of a row may be −∞."""
-    if math.isfinite(x.sum(dtype=torch.float32)):  # a quick look: then all terms are finite
+    infinite. masked: some numbers of a row may be −∞."""
+    if math.isfinite(x.sum(dtype=torch.float32)):  # quick test: then every term is finite
         return x
     numbers = x.amax(-1) if masked else x
-    if not numbers.isfinite().all():  # else the sum has overflowed
+    if not numbers.isfinite().all():  # otherwise only the sum overflowed
         raise NotFinite
     return x
 
 
 def check_tokens(tokens: list[int]) -> list[int]:
-    """Return the tokens. NotFinite for −1, by which a backend says that logits are not finite."""
+    """Return the tokens. NotFinite for −1, which a backend returns if logits are not finite."""
     if min(tokens, default=0) < 0:
         raise NotFinite
     return tokens
 
 
 class TokenLogprob(NamedTuple):
-    """ln p of a token, and of the most probable tokens at its place. p is the model's own
-    distribution: temperature 1, no filters."""
+    """ln p of a token, and of the most probable tokens at its position. p is the model's own
+    distribution, at temperature 1 and without filters."""
 
     token: int
     logprob: float
@@ -160,8 +161,8 @@ class TokenLogprob(NamedTuple):
 
 
 def token_logprobs(logits: Tensor, tokens: list[int], num_top: int) -> list[TokenLogprob]:
-    """logits: float[n, V], at the places of the n tokens; num_top: how many of the most probable
-    tokens to tell."""
+    """logits: float[n, V], which predict the n tokens; num_top: how many of the most probable
+    tokens to report."""
     index = torch.tensor(tokens, dtype=torch.int64, device=logits.device)
     index = index[:, None]  # [n, 1]
     entries = []
@@ -176,35 +177,35 @@ def token_logprobs(logits: Tensor, tokens: list[int], num_top: int) -> list[Toke
 
 # ---- Random numbers ------------------------------------------------------------------------------
 
-TEXT = 0  # the role of a text's own tokens; the other roles are speculative decoding's
+TEXT = 0  # the role of the tokens of the output; the other roles are for speculative decoding
 
 
 def draft_role(j: int) -> int:
-    """The role of the pick of the j-th token that a draft model proposes (speculative.py)."""
+    """The role for picking draft j, a token that a draft model proposes (speculative.py)."""
     return 2 * j + 1
 
 
 def accept_role(j: int) -> int:
-    """The role of the decision whether the target accepts that token."""
+    """The role for deciding whether the target accepts draft j."""
     return 2 * j + 2
 
 
 def as_int64(z: int) -> int:
-    """The int64 with the bits of an unsigned number above 2^63."""
+    """The int64 with the same bits as z, an unsigned number above 2^63."""
     return z - 2**64
 
 
-GOLDEN = as_int64(0x9E3779B97F4A7C15)  # SplitMix64: its counter's step, and two multipliers
+GOLDEN = as_int64(0x9E3779B97F4A7C15)  # SplitMix64's counter step, and its two multipliers
 MIX1 = as_int64(0xBF58476D1CE4E5B9)
 MIX2 = as_int64(0x94D049BB133111EB)
-# Large odd numbers, so that pairs of small seeds and positions have different keys.
+# Large odd factors give different keys to different pairs of small seeds and positions.
 SEED_FACTOR = as_int64(0xD1342543DE82EF95)
 POSITION_FACTOR = as_int64(0xAF251AF3B0F025B5)
 
 
 def mix(z: Tensor) -> Tensor:
-    """SplitMix64's finalizer, a bijection of 64 bits. int64 products wrap the same way on every
-    device."""
+    """SplitMix64's finalizer, a bijection on 64 bits. int64 products wrap around in the same way
+    on every device."""
     z = z ^ logical_shift(z, 30)
     z = z * MIX1
     z = z ^ logical_shift(z, 27)
@@ -213,14 +214,14 @@ def mix(z: Tensor) -> Tensor:
 
 
 def logical_shift(z: Tensor, count: int) -> Tensor:
-    """Shift int64 to the right, with zeros from above."""
+    """Shift int64 to the right, and fill with zeros from the left."""
     mask = 2 ** (64 - count) - 1
     return (z >> count) & mask
 
 
-@cache  # never freed: recorded CUDA graphs (gpu/graphs.py) read these tensors
+@cache  # never freed, because recorded CUDA graphs (gpu/graphs.py) read these tensors
 def counters(count: int, device: torch.device) -> Tensor:
-    """SplitMix64's counter, number by number: int64[count]."""
+    """The successive values of SplitMix64's counter: int64[count]."""
     return torch.arange(1, count + 1, device=device) * GOLDEN
 
 
@@ -231,16 +232,16 @@ def uniform(bits: Tensor) -> Tensor:
 
 
 def exponential(streams: Tensor, count: int) -> Tensor:
-    """−log u, above 0 and finite: float64[B, count]. streams: int64[B, 1]."""
-    first = mix(streams)  # far from the numbers of a neighbouring stream
+    """−log u, positive and finite: float64[B, count]. streams: int64[B, 1]."""
+    first = mix(streams)  # far from the numbers of neighbouring streams
     bits = mix(first + counters(count, streams.device))
-    u = uniform(bits) + 2.0**-53  # half a step above: never 0
+    u = uniform(bits) + 2.0**-53  # half a step higher, so never 0
     return -u.log()
 
 
 def pick(probs: Tensor, streams: Tensor) -> Tensor:
     """Draw an index from each row of probs: argmax p / E. An index with probability 0 is drawn only
-    if all are 0.
+    if the whole row is 0.
 
     probs: float[B, V]; streams: int64[B, 1], key ^ role of each row -> int64[B].
     """
@@ -249,11 +250,11 @@ def pick(probs: Tensor, streams: Tensor) -> Tensor:
 
 
 class Keyed:
-    """The rng of a step: row b's numbers are a function of (seeds[b], positions[b], role) alone.
+    """The rng of a step. Row b's numbers depend only on (seeds[b], positions[b], role).
 
     seeds, positions: int64[B]; role: the role of `pick`, one for all rows or int64[B]; draw: the
-    function by which `pick` draws (Ops.pick). `accept` decides on drafted token j in role
-    accept_role(j). `rng[rows]` is the rng of these rows.
+    function that `pick` calls (Ops.pick). `accept` decides on draft j with the role accept_role(j).
+    `rng[rows]` is the rng of these rows.
     """
 
     def __init__(
@@ -264,7 +265,7 @@ class Keyed:
         draw: Callable[[Tensor, Tensor], Tensor] = pick,
     ):
         keys = seeds * SEED_FACTOR + positions * POSITION_FACTOR
-        self.keys = keys[:, None]  # int64[B, 1]; `accept` has a role for each draft
+        self.keys = keys[:, None]  # int64[B, 1], for `accept`, which has a role for each draft
         self.streams = (keys ^ role)[:, None]  # int64[B, 1], for `pick`
         self.draw = draw
 
@@ -275,24 +276,24 @@ class Keyed:
         return part
 
     def uniforms(self, k: int) -> Tensor:
-        """float64[B, k] in [0, 1): a number for each drafted token."""
+        """float64[B, k] in [0, 1), a number for each drafted token."""
         first = accept_role(0)
         roles = torch.arange(first, accept_role(k), 2, device=self.keys.device)
         hashes = mix(self.keys ^ roles)
         return uniform(hashes)
 
     def accept(self, prob: Tensor) -> Tensor:
-        """prob: float[B, k] -> bool[B, k], True with that probability."""
+        """prob: float[B, k] -> bool[B, k], each True with its probability."""
         u = self.uniforms(prob.shape[1])
         return u < prob
 
     def pick(self, probs: Tensor) -> Tensor:
-        """probs: float[B, V] -> int64[B], an index with these probabilities."""
+        """probs: float[B, V] -> int64[B], an index drawn from each row."""
         return self.draw(probs, self.streams)
 
 
 def main() -> None:
-    """The demonstration prints the frequencies of keyed draws beside the probabilities."""
+    """Demonstration: the frequencies of keyed draws beside their probabilities."""
     logits = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -1.0])
     draws = 100_000
     print(f"logits {logits.tolist()}")

@@ -2,32 +2,33 @@
 
     python serve.py --target 8B --draft 1B --port 8000     OpenAI's protocol, and a page at /
 
-Clients come and go at any time, and each of them waits, but the batch goes on step after step, and
-waits for nobody. So there are two threads. The *engine thread* runs the batch, and it alone touches
-the engine. The *event loop* (asyncio) serves all clients. Two kinds of messages pass between them:
+Clients connect and disconnect at any time, and the batch waits for none of them: it runs one step
+after the other. So there are two threads. The *engine thread* runs the batch, and no other thread
+touches the engine. The *event loop* (asyncio) serves all clients. They exchange two kinds of
+messages:
 
-    event loop    ── commands: add, cancel, ask ──►    engine thread, which obeys between two steps
-    event loop    ◄── what a step made of all texts ──     engine thread, which goes on at once
+    event loop    ── commands: add, cancel, ask ──►    engine thread, runs them between two steps
+    event loop    ◄── the new text of a step ──────    engine thread, starts the next step at once
 
-So a new request joins the batch after at most one step, and a client that goes away frees its
-blocks as soon. An `Answer` holds all texts that one client waits for, and merges new pieces with
-those that the client has not taken yet: a slow client gets fewer, longer pieces, delays nobody, and
-costs the memory of its own text.
+So a new request joins the batch after at most one step, and a disconnected client's blocks are
+freed just as soon. An `Answer` holds all outputs that one client waits for. It merges new pieces of
+text with those that the client has not taken yet. So a slow client gets fewer, longer pieces,
+delays nobody, and only costs the memory of its own outputs.
 
-An exception about one text (it cannot be decoded, say) ends that answer alone. An exception in a
-step ends the engine: every answer fails, and `failed` says so.
+An exception about one output (if it cannot be decoded, say) ends only that answer. An exception in
+a step ends the engine: every answer fails, and the event `failed` is set.
 
-Invariants: a text is in `served` from the command that adds it until it is finished or cancelled.
-All open answers together have at most `capacity` texts, finished texts included.
-Cost: the event loop wakes up for each step that made text which somebody streams.
+Invariants: a request is in `served` from the command that adds it until it is finished or
+cancelled. All open answers together have at most `capacity` requests, finished ones included.
+Cost: the event loop wakes up after each step that produced text for a streaming client.
 Not covered: several engines; several processes (parallel.py).
 
-HTTP, OpenAI's fields and the metrics: app/.
+HTTP, OpenAI's fields and the metrics are in app/.
 """
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # imports take their time: a signal ends the program at once
+if __name__ == "__main__":  # before the slow imports, so that a signal ends the program at once
     from app.shell import begin
 
     begin()
@@ -55,25 +56,25 @@ Observe = Callable[[dict[Request, list[int]], dict[Request, Result]], None]
 
 
 class QueueFull(Exception):
-    """There are as many texts as the server takes: come again later."""
+    """The server has as many requests as it accepts. The client should try again later."""
 
 
 class Unavailable(Exception):
-    """The server stops, or its engine has failed: nothing is served any more."""
+    """The server is stopping, or its engine has failed, so no more requests are served."""
 
 
-# ---- What the event loop has of a text -----------------------------------------------------------
+# ---- Requests as the event loop sees them --------------------------------------------------------
 
 
 @dataclass
 class Update:
-    """The news of one text since its client was last told."""
+    """What is new in one output since the client's last update."""
 
-    index: int  # the text's place in its answer
+    index: int  # of the output in its answer
     pieces: list[tuple[str, str]] = field(default_factory=list)  # (text, its last token's origin)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    num_tokens: int = 0  # tokens of the whole text so far
-    result: Result | None = None  # the result, once the text is finished
+    num_tokens: int = 0  # tokens of the whole output so far
+    result: Result | None = None  # set once the output is finished
 
     def merge(self, later: Update) -> None:
         self.pieces += later.pieces
@@ -83,16 +84,16 @@ class Update:
 
 
 class Answer:
-    """The texts that one client waits for. Only the event loop touches it.
+    """The outputs that one client waits for. Only the event loop touches it.
 
-    is_streamed: whether the client wants the pieces of the texts, or only their results.
+    is_streamed: whether the client wants the outputs piece by piece, or only their results.
     """
 
     def __init__(self, streams: Sequence[OutputStream], is_streamed: bool = False):
         self.streams = streams
         self.is_streamed = is_streamed
         self.num_unfinished = len(streams)
-        self.waiting: dict[int, Update] = {}  # text -> news that the client has not taken
+        self.waiting: dict[int, Update] = {}  # index -> the update that the client has not taken
         self.error: Exception | None = None
         self.changed = asyncio.Event()
 
@@ -110,7 +111,7 @@ class Answer:
         self.changed.set()
 
     async def updates(self) -> AsyncIterator[list[Update]]:
-        """Yield the news of texts, until all are finished. Raises the answer's error."""
+        """Yield updates until every output is finished. Raises the answer's error."""
         while self.num_unfinished or self.waiting:
             await self.changed.wait()
             self.changed.clear()
@@ -121,7 +122,7 @@ class Answer:
             yield taken
 
     async def results(self) -> list[Result]:
-        """Wait for all texts."""
+        """Wait until every output is finished."""
         results = {}
         async for updates in self.updates():
             for update in updates:
@@ -130,23 +131,23 @@ class Answer:
         return [results[i] for i in sorted(results)]
 
 
-# ---- What the engine thread has of a text --------------------------------------------------------
+# ---- Requests as the engine thread sees them -----------------------------------------------------
 
 
 @dataclass
 class ServedText:
     answer: Answer
     stream: OutputStream
-    pieces: list[tuple[str, str]]  # the event loop's next news; empty if nobody streams
-    num_told: int = 0  # tokens that the event loop has been told of
+    pieces: list[tuple[str, str]]  # for the next update; empty if the client does not stream
+    num_told: int = 0  # tokens that have been reported to the event loop
 
 
 class BatchServer:
     """An engine in a thread of its own, for the clients of one event loop.
 
-    capacity: the most texts at a time: running, waiting, and finished but not read. observe: a
-    function that the engine thread calls with what a step made, and with the results of finished
-    texts.
+    capacity: the most requests at a time, whether running, waiting, or finished but not read.
+    observe: a function that the engine thread calls with the new tokens of a step, and with the
+    results of the requests that it finished.
     """
 
     def __init__(self, engine: Engine, capacity: int, observe: Observe = lambda *_: None):
@@ -157,13 +158,13 @@ class BatchServer:
         self.num_texts = 0
         self.answers: set[Answer] = set()
         self.asked: set[Future[Any]] = set()
-        self.refusal = ""  # why nothing is taken any more
+        self.refusal = ""  # why no more requests are accepted
         self.failed = asyncio.Event()
         self.error: BaseException | None = None
         # These belong to the engine thread:
         self.served: dict[Request, ServedText] = {}
         self.is_stopped = False
-        # This is between them:
+        # Both threads use this:
         self.commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self.thread = Thread(target=self._run, name="engine", daemon=True)
 
@@ -174,7 +175,7 @@ class BatchServer:
         self.thread.start()
 
     def check_room(self, num_texts: int) -> None:
-        """Raise Unavailable or QueueFull if so many more texts cannot be taken now."""
+        """Raise Unavailable or QueueFull if this many more requests cannot be accepted now."""
         if self.refusal:
             raise Unavailable(self.refusal)
         if self.num_texts + num_texts > self.capacity:
@@ -183,7 +184,7 @@ class BatchServer:
             )
 
     def submit(self, answer: Answer) -> None:
-        """Give the answer's texts to the batch. The caller calls `close`, whatever happens."""
+        """Send the answer's requests to the batch. The caller must call `close` in any case."""
         self.check_room(len(answer.streams))
         self.num_texts += len(answer.streams)
         self.answers.add(answer)
@@ -196,7 +197,7 @@ class BatchServer:
             self.commands.put(partial(self._add, text, arrived, i))
 
     def close(self, answer: Answer) -> None:
-        """The client has all, or wants no more: cancel what is unfinished."""
+        """The client has everything, or has gone. Cancel the requests that are unfinished."""
         if answer not in self.answers:
             return
         self.answers.remove(answer)
@@ -206,7 +207,7 @@ class BatchServer:
             self.commands.put(partial(self._cancel, requests))
 
     async def ask(self, question: Callable[[], T]) -> T:
-        """Call `question` in the engine thread, between two steps, and return what it returns."""
+        """Call `question` in the engine thread, between two steps, and return its result."""
         if self.error is not None or self.is_stopped:
             raise Unavailable(self.refusal)
         future: Future[T] = Future()
@@ -218,7 +219,7 @@ class BatchServer:
             self.asked.discard(future)
 
     def refuse(self, why: str) -> None:
-        """Take no new texts; open texts go on."""
+        """Accept no new requests. Those that are open continue."""
         self.refusal = self.refusal or why
 
     def fail_all(self, error: Exception) -> None:
@@ -227,7 +228,7 @@ class BatchServer:
             answer.fail(error)
 
     def stop(self) -> None:
-        """End the engine thread, after the step that it is in."""
+        """End the engine thread after its current step."""
         self.refuse("the server has stopped")
         self.commands.put(self._stop)
         self.thread.join()
@@ -252,7 +253,7 @@ class BatchServer:
 
     def _run(self) -> None:
         try:
-            make_current(self.engine.runner.target.device)  # each thread has its own
+            make_current(self.engine.runner.target.device)  # each thread has a current device
             while not self.is_stopped:
                 self._obey()
                 if self.served:
@@ -261,7 +262,7 @@ class BatchServer:
             self._post(self._engine_failed, error)
 
     def _obey(self) -> None:
-        """Do what the event loop has asked for. If there is no text to make, wait for a command."""
+        """Run the event loop's commands. If there is no request to serve, wait for one."""
         while not self.commands.empty() or not (self.served or self.is_stopped):
             command = self.commands.get()
             command()
@@ -282,14 +283,14 @@ class BatchServer:
             self._post(self._deliver, told)
 
     def _feed(self, text: ServedText, tokens: list[int]) -> Update | Exception | None:
-        """Turn new tokens into text -> the news for the client, if there are any."""
+        """Turn new tokens into text -> the update for the client, or None if there is none."""
         stream = text.stream
         result = None
         try:
             stream.feed(tokens)
             if stream.is_done:
                 result = self.engine.finish(stream)
-        except Exception as error:  # it is about this text alone
+        except Exception as error:  # it only concerns this request
             self._cancel([stream.request])
             return error
         if result is not None:
@@ -306,7 +307,7 @@ class BatchServer:
         return update
 
     def _add(self, text: ServedText, arrived: float, num_before: int) -> None:
-        """Add a text to the batch. num_before: texts of the same answer that come first."""
+        """Add a request to the batch. num_before: the requests of this answer that come before."""
         request = text.stream.request
         try:
             self.engine.batcher.add(request, num_before)
@@ -325,15 +326,15 @@ class BatchServer:
         self.is_stopped = True
 
     def _post(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Let the event loop call the function soon."""
+        """Have the event loop call the function soon."""
         try:
             self.loop.call_soon_threadsafe(function, *arguments)
-        except RuntimeError:  # the loop is closed: nobody waits any more
+        except RuntimeError:  # the loop is closed, so no client is waiting
             self.is_stopped = True
 
 
 def reply(future: Future[T], question: Callable[[], T]) -> None:
-    if not future.set_running_or_notify_cancel():  # whoever asked has gone
+    if not future.set_running_or_notify_cancel():  # the caller has gone
         return
     try:
         future.set_result(question())

@@ -1,11 +1,10 @@
-"""What can be asked for: how a text is drawn, how long it is, where it stops, what it follows; and
-how an engine makes all of its texts.
+"""Settings of a request: how its tokens are drawn, how many, where the output stops, and which
+grammar it follows. Options of an engine, which apply to all its requests.
 
-Each setting is declared once, as a field of `Settings` (a text's) or of `Options` (an engine's):
-its name, type and default, the rule that its value keeps, and its help. Whoever asks goes through
-the same rules: a Python caller, a flag (app/flags.py), a JSON line, a client of the server. A
-setting of sampling has its lines in sampling.py, too. Nothing slow is imported here, so that a
-command's mistake is told at once.
+Each is declared once, as a field of `Settings` or `Options`, with its name, type and default, the
+rule for its value, and its help. The same rules apply to a Python caller, a flag (app/flags.py), a
+JSON line and a client of the server. A sampling setting also needs code in sampling.py. Nothing
+slow is imported here, so that a mistake in a command is reported at once.
 """
 
 from __future__ import annotations
@@ -19,17 +18,16 @@ from typing import Any, NamedTuple, NoReturn
 
 from errors import UserError, brief, check_names
 
-MAX_LOGPROBS = 20  # most probable tokens whose logprobs are told
+MAX_LOGPROBS = 20  # how many of the most probable tokens may be reported
 MAX_GRAMMAR = 2**17  # characters of a schema, regex, choice or grammar
-LEAST_TOP_P = 1e-300  # the most probable token has more; and times a share it is not 0
+LEAST_TOP_P = 1e-300  # keeps only the most probable token, and does not underflow to 0 in products
 VERIFY = ("block", "token", "coupled")  # how drafts are verified
-NOTATIONS = ("schema", "regex", "choice", "grammar")  # as settings name them; grammar: in Lark
+NOTATIONS = ("schema", "regex", "choice", "grammar")  # names of settings; grammar: in Lark
 
 
 # ---- Rules ---------------------------------------------------------------------------------------
 
-# Called with the name of a setting and a value: it returns the value as it is kept, or raises
-# UserError.
+# A function of a setting's name and value. It returns the value to store, or raises UserError.
 Rule = Callable[[str, Any], Any]
 
 
@@ -41,7 +39,7 @@ def refuse_value(name: str, value: Any, rule: str) -> NoReturn:
 
 
 def within(low: float, high: float, words: str, kind: type = float) -> Rule:
-    """words: the range, as an error tells it. kind int: a whole number, which some write as 3.0."""
+    """words: the range, as an error describes it. kind int: a whole number; 3.0 is accepted."""
     rule = f"a whole number {words}" if kind is int else words
 
     def read(name: str, value: Any) -> float:
@@ -54,13 +52,13 @@ def within(low: float, high: float, words: str, kind: type = float) -> Rule:
 
 
 def check_whole(name: str, value: Any, low: int, high: int | None, more: str = "") -> None:
-    """UserError unless it is a whole number of this range."""
+    """UserError unless the value is a whole number in this range."""
     words = f"of at least {low}" if high is None else f"from {low} to {high}"
     within(low, math.inf if high is None else high, words + more, int)(name, value)
 
 
 def one_of(*words: str) -> Rule:
-    """One of these words; a number may be given as one: 8."""
+    """One of these words. For a word such as "8", the number 8 is accepted, too."""
 
     def read(name: str, value: Any) -> str:
         if str(value) not in words:
@@ -77,7 +75,7 @@ def true_or_false(name: str, value: Any) -> bool:
 
 
 def list_of_texts(name: str, value: Any) -> tuple[str, ...]:
-    """One text or several, as a tuple."""
+    """One string or several, as a tuple."""
     several = [value] if isinstance(value, str) else value
     if isinstance(several, (list, tuple)):
         if all(isinstance(text, str) and text for text in several):
@@ -86,21 +84,21 @@ def list_of_texts(name: str, value: Any) -> tuple[str, ...]:
 
 
 def choices(name: str, value: Any) -> tuple[str, ...]:
-    """Texts, at least one."""
+    """One or more strings."""
     return list_of_texts(name, value or "")
 
 
 def unicode_text(name: str, value: Any) -> str:
-    """A text that UTF-8 can spell."""
+    """A string that is not empty and can be encoded in UTF-8."""
     if not isinstance(value, str) or not value or re.search("[\ud800-\udfff]", value):
         refuse_value(name, value, "a text that is not empty")
     return value
 
 
 def json_schema(name: str, value: Any) -> str:
-    """A JSON schema, as an object or as its text -> the text."""
+    """A JSON schema, as an object or as a string -> the string."""
     if isinstance(value, str):
-        Grammar(name, value).check_size()  # before it is read as JSON
+        Grammar(name, value).check_size()  # before it is parsed
     try:
         schema = json.loads(value) if isinstance(value, str) else value
         if isinstance(schema, dict):
@@ -112,13 +110,13 @@ def json_schema(name: str, value: Any) -> str:
 
 
 def top_share(name: str, value: Any) -> float:
-    """The smallest one keeps the most probable token alone, as 0 does."""
+    """0 becomes LEAST_TOP_P, which keeps only the most probable token."""
     words = "from 0 (keeps the most probable alone) to 1 (keeps all)"
     return max(within(0, 1, words)(name, value), LEAST_TOP_P)
 
 
 def num_drafts(name: str, value: Any) -> int | None:
-    """None: gamma.py chooses."""
+    """None means auto: gamma.py chooses."""
     if value == "auto":
         return None
     return within(0, math.inf, "of at least 0 or auto", int)(name, value)
@@ -128,13 +126,13 @@ def num_drafts(name: str, value: Any) -> int | None:
 
 
 def checked(default: Any, rule: Rule, help: str, **more: Any) -> Any:
-    """A field. A default of None is no value, and keeps no rule. help: of its flag. more: neutral,
-    of a setting of sampling: the value that changes nothing."""
+    """A field. A default of None means unset, and is not checked. help: the help of its flag. more:
+    a sampling setting has neutral, the value that changes nothing."""
     return field(default=default, metadata=dict(rule=rule, help=help, **more))
 
 
 class Checked:
-    """Its fields are `checked`. UserError for a name or a value that is wrong."""
+    """A base class whose fields are `checked`. UserError for a wrong name or value."""
 
     def __new__(cls, *values: Any, **named: Any) -> Any:
         check_names(named, cls.__dataclass_fields__, cls.__name__[:-1].lower())
@@ -150,8 +148,8 @@ class Checked:
 
 @dataclass(frozen=True)
 class Settings(Checked):
-    """How one text is made. A setting of sampling that is None is the one that the model's makers
-    recommend, and a seed of None is drawn (`loading.Model.complete`)."""
+    """How one output is generated. For a sampling setting, None means the value that the model's
+    makers recommend; for the seed, a random one (`loading.Model.complete`)."""
 
     temperature: float | None = checked(
         None,
@@ -237,13 +235,13 @@ class Settings(Checked):
 
     @property
     def follows(self) -> Grammar | None:
-        """The grammar of the text; None: the text is free."""
+        """The grammar that the output must follow, or None."""
         return next(iter(self.grammars()), None)
 
 
 @dataclass(frozen=True)
 class Options(Checked):
-    """How an engine makes all of its texts."""
+    """How an engine serves all its requests."""
 
     max_len: int | None = checked(
         None,
@@ -297,15 +295,15 @@ class Options(Checked):
             )
 
 
-# The settings of sampling, each with the value that changes nothing, as None does.
+# Each sampling setting -> the value that changes nothing. None changes nothing, either.
 SETTINGS: dict[str, float] = {
     each.name: each.metadata["neutral"] for each in fields(Settings) if "neutral" in each.metadata
 }
 
 
 def settings_of(given: Mapping[str, Any], defaults: Settings) -> Settings:
-    """The settings among the fields of a JSON object. One that is null, or is not there, is the
-    default's. A grammar takes the place of one in another notation."""
+    """The settings among the fields of a JSON object. A field that is null or missing keeps its
+    default. A grammar replaces a default grammar in another notation."""
     names = Settings.__dataclass_fields__
     chosen = {name: value for name, value in given.items() if name in names and value is not None}
     if not chosen.keys().isdisjoint(NOTATIONS):
@@ -314,7 +312,7 @@ def settings_of(given: Mapping[str, Any], defaults: Settings) -> Settings:
 
 
 def check_known(tokens: Sequence[int], vocab_size: int) -> None:
-    """UserError for a prompt's token that a model with so many tokens does not have."""
+    """UserError if a token of the prompt is not in a vocabulary of this size."""
     for token in (min(tokens), max(tokens)):
         if not 0 <= token < vocab_size:
             raise UserError(
@@ -323,11 +321,11 @@ def check_known(tokens: Sequence[int], vocab_size: int) -> None:
             )
 
 
-# ---- What a text may follow: grammar.py ----------------------------------------------------------
+# ---- Grammars: grammar.py ------------------------------------------------------------------------
 
 
 class Grammar(NamedTuple):
-    """What a text must follow."""
+    """A grammar that an output must follow."""
 
     notation: str  # one of NOTATIONS
     text: str | tuple[str, ...]
@@ -337,7 +335,7 @@ class Grammar(NamedTuple):
         return f"{self.notation} {brief(self.text, 100)}"
 
     def check_size(self) -> None:
-        """UserError for a text that is too long to be compiled."""
+        """UserError if the grammar is too long to be compiled."""
         size = sum(map(len, self.text))
         if size > MAX_GRAMMAR:
             raise UserError(

@@ -1,63 +1,64 @@
 """Exact speculative sampling: one pass of the target verifies drafted tokens.
 
-A decoding step takes as long as reading the weights, for one token or for five. So a drafter
-proposes x₁ … x_γ, each drawn from a distribution q_j, and one pass of the target over all of them
-gives the distributions p₁ … p_γ₊₁.
+A decoding step takes as long as reading the weights, whether it computes one token or five. So a
+drafter proposes x₁ … x_γ, each drawn from a distribution q_j, and one pass of the target over all
+of them gives the distributions p₁ … p_γ₊₁.
 
 Token by token (`verify`), draft x_j is accepted with probability min(1, p_j(x_j) / q_j(x_j)). The
 first rejection ends the round with a token drawn from the residual, max(0, p_j − q_j) normalized.
-If all are accepted, a bonus token from p_γ₊₁ ends it.
+If every draft is accepted, the round ends with a bonus token drawn from p_γ₊₁.
 
-Proof that the text follows p (Leviathan et al. 2023, A.1). At one position, with β = Σ min(p, q):
+Proof that the output follows p (Leviathan et al. 2023, A.1). At one position, with β = Σ min(p, q):
   1. x comes out as an accepted draft with probability q(x) · min(1, p(x)/q(x)) = min(p(x), q(x)).
   2. So a draft is rejected with probability 1 − β = Σ (p − min(p, q)) = Σ max(0, p − q). The same
      sum normalizes the residual.
   3. x comes out as a correction with probability
      (1 − β) · max(0, p(x) − q(x)) / (1 − β) = max(0, p(x) − q(x)).
-  4. Together: min(p(x), q(x)) + max(0, p(x) − q(x)) = p(x), whatever q was.
-  5. Position j counts only if all drafts before it were accepted. Then they are the text, and p_j
-     is the target's distribution after it: by induction, every token follows p.
+  4. Together: min(p(x), q(x)) + max(0, p(x) − q(x)) = p(x), for any q.
+  5. Position j counts only if all drafts before it were accepted. Then they are part of the output,
+     and p_j is the target's distribution after them. By induction, every token follows p.
 
 As a block (`verify_block`; Sun et al. 2024), a draft that is likelier under p than under q makes up
-for one before it that is less likely. The first j drafts have the weight
+for an earlier one that is less likely. The first j drafts have the weight
 
     w_j = min(1, w_j₋₁ · p_j(x_j) / q_j(x_j)),        w₀ = 1
 
-and the residual after them is max(0, w_j p_j₊₁ − q_j₊₁), with the sum m_j. Each draft j stands with
-probability h_j = m_j / (m_j + 1 − w_j), independently of the others. The last draft that stands is
-accepted, with all drafts before it; if none stands, no draft is. The round ends with a token drawn
-from the residual after the accepted drafts, normalized. After the last draft q is 0: h_γ = m_γ =
-w_γ, and the residual is w_γ p, so the token is a bonus.
+and the residual after them is max(0, w_j p_j₊₁ − q_j₊₁), with the sum m_j. Each draft j passes with
+probability h_j = m_j / (m_j + 1 − w_j), independently of the others. All drafts up to the last one
+that passes are accepted; if none passes, none is accepted. The round ends with a token drawn from
+the residual after the accepted drafts, normalized. After the last draft q is 0, so
+h_γ = m_γ = w_γ, the residual is w_γ p, and the token is a bonus.
 
-Proof that the text follows p, and of a claim: given the first j drafts, at least these are accepted
-with probability w_j. The claim holds for j = γ, because h_γ = w_γ. If it holds for j + 1, then
-after the first j drafts, with w = w_j, m = m_j, p = p_j₊₁ and q = q_j₊₁:
+Proof that the output follows p, and of a claim: given the first j drafts, the probability that at
+least these are accepted is w_j. The claim holds for j = γ, because h_γ = w_γ. If it holds for
+j + 1, then after the first j drafts, with w = w_j, m = m_j, p = p_j₊₁ and q = q_j₊₁:
   1. x comes out as an accepted draft with probability q(x) · min(1, w p(x)/q(x)) =
      min(w p(x), q(x)).
   2. So at most j drafts are accepted with probability 1 − Σ min(w p, q) = 1 − w + m, and exactly j
-     with probability (1 − w + m) · h_j = m. The sum of the residual is m, too. At least j are
-     accepted with probability (w − m) + m = w: the claim for j.
+     with probability (1 − w + m) · h_j = m. The sum of the residual is also m. At least j are
+     accepted with probability (w − m) + m = w, which is the claim for j.
   3. x comes out as a correction with probability m · max(0, w p(x) − q(x)) / m =
      max(0, w p(x) − q(x)).
-  4. Together: min(w p(x), q(x)) + max(0, w p(x) − q(x)) = w p(x), whatever q was.
+  4. Together: min(w p(x), q(x)) + max(0, w p(x) − q(x)) = w p(x), for any q.
   5. Position j + 1 counts only if at least j drafts were accepted, which has probability w. Then
-     they are the text, and x comes out with probability p(x): by induction, every token follows p.
+     they are part of the output, and x comes out with probability p(x). By induction, every token
+     follows p.
 Token by token, the first j drafts are accepted with probability Π min(1, p/q) ≤ w_j. So a block is
-never worse; and no other rule by which the text follows p accepts more on average (Sun et al. 2024,
+never worse, and no other rule whose output follows p accepts more on average (Sun et al. 2024,
 theorem 2).
 
 Both are exact mode. In coupled mode (Daliri, Musco & Suresh 2024) the target picks with the keyed
 noise of each position, as in plain decoding. A draft is picked with the *same* noise, and is
-accepted if the target picks it, too. The text then depends on target and seed alone, but fewer
-drafts are accepted: at least (1 − TV) / (1 + TV), against β = 1 − TV token by token, where
+accepted if the target picks it, too. The output then depends only on the target and the seed, but
+fewer drafts are accepted: at least (1 − TV) / (1 + TV), against β = 1 − TV token by token, where
 TV = ½ Σ |p − q|.
-At temperature 0 both modes accept the target's choice alone. A round in which every text has
-temperature 0 is coupled, because that mode needs no q.
+At temperature 0 both modes accept only the target's choice. A round in which every request has
+temperature 0 is coupled, because coupled mode needs no q.
 
-Invariant: the number of drafts of a round never depends on that round's draws. If it did, the text
-would not follow p.
+Invariant: the number of drafts in a round never depends on that round's draws. If it did, the
+output would not follow p.
 
-    B requests of a round · k the largest number of drafts in it · V vocabulary · R rows of logits
+    B requests of a round · k the most drafts of one of them · V vocabulary · R rows of logits
 """
 
 from __future__ import annotations
@@ -85,26 +86,26 @@ class Proposal(NamedTuple):
 
     tokens: Tensor  # int64[B, k]; −1 where a request has fewer, or where logits were not finite
     q: Tensor | None  # the distributions of the drafts: float[B, k + 1, V], 0 after a request's
-    #                   last draft. None in coupled mode, which needs no q (it is large)
+    #                   last draft. It is large, so None in coupled mode, which does not need it
 
 
 class Rng(Protocol):
-    """All randomness of a call, for each of its rows: `sampling.Keyed`, or `proof.WalkingRng`."""
+    """The randomness of a call, for each of its rows: `sampling.Keyed` or `proof.WalkingRng`."""
 
     def __getitem__(self, rows: slice | list[int]) -> Rng: ...
     def accept(self, prob: Tensor) -> Tensor: ...
     def pick(self, probs: Tensor) -> Tensor: ...
 
 
-Verify = Callable[[Tensor, Tensor, Tensor, Rng], tuple[Tensor, Tensor]]  # as `verify`, below
+Verify = Callable[[Tensor, Tensor, Tensor, Rng], tuple[Tensor, Tensor]]  # the type of `verify`
 
 
 def verify(p: Tensor, q: Tensor, drafted: Tensor, rng: Rng) -> tuple[Tensor, Tensor]:
     """Count the accepted drafts, token by token, and draw the token after them.
 
     p: the target's distributions, float[B, k + 1, V], k ≥ 1; q and drafted: the two fields of a
-    Proposal. After a request's last draft nothing is accepted, and the residual is p: the bonus.
-    -> accepted: int64[B]; token: int64[B], correction or bonus.
+    Proposal. After a request's last draft nothing is accepted, and the residual is p, so the draw
+    from it is the bonus. -> accepted: int64[B]; token: int64[B], correction or bonus.
     """
     ratio = likelihood_ratio(p, q, drafted)
     ratio = ratio.clamp(max=1)
@@ -124,20 +125,20 @@ def likelihood_ratio(p: Tensor, q: Tensor, drafted: Tensor) -> Tensor:
 
 
 def pick_residual(p: Tensor, q: Tensor, accepted: Tensor, rng: Rng) -> Tensor:
-    """Draw the token after the accepted drafts from max(0, p − q) there, normalized; from p if that
-    has no mass: int64[B]."""
+    """Draw the token after the accepted drafts: int64[B]. It is drawn from max(0, p − q) at that
+    position, normalized, or from p if that has no mass."""
     rows = torch.arange(len(p), device=p.device)
-    p_end = p[rows, accepted]  # [B, V]: where the round ends
+    p_end = p[rows, accepted]  # [B, V], at the position where the round ends
     q_end = q[rows, accepted]
     residual = p_end - q_end
     residual = residual.clamp(min=0)
     mass = residual.sum(-1, keepdim=True)
-    probs = torch.where(mass > 0, residual / mass, p_end)  # no mass: p = q, to rounding
+    probs = torch.where(mass > 0, residual / mass, p_end)  # no mass: p = q, up to rounding
     return rng.pick(probs)
 
 
 def verify_block(p: Tensor, q: Tensor, drafted: Tensor, rng: Rng) -> tuple[Tensor, Tensor]:
-    """`verify`, but as a block, in the names of the proof. The host never waits for the device."""
+    """`verify` as a block, with the names of the proof. The host never waits for the device."""
     ratio = likelihood_ratio(p, q, drafted)  # [B, k]
     weights = [torch.ones_like(ratio[:, 0])]
     for ratio_j in ratio.unbind(1):
@@ -150,32 +151,32 @@ def verify_block(p: Tensor, q: Tensor, drafted: Tensor, rng: Rng) -> tuple[Tenso
     m = residual.sum(-1)  # [B, k + 1]
     rest = 1 - w
     h = m / (m + rest)
-    h = torch.where(w == 1, 1, h)  # it may be 0 / 0: p = q, to rounding
+    h = torch.where(w == 1, 1, h)  # otherwise 0 / 0 where p = q, up to rounding
     stands = rng.accept(h[:, 1:])
     accepted = count_to_last(stands)
     return accepted, pick_residual(weighted, q, accepted, rng)
 
 
 def couple(p: Tensor, drafted: Tensor, rng: Rng) -> tuple[Tensor, Tensor]:
-    """`verify` in coupled mode: accept each draft that is also the target's pick. The rng has
+    """`verify` in coupled mode: accept each draft that the target picks, too. The rng has
     B · (k + 1) rows."""
     B, k = drafted.shape
     rows = p.flatten(0, 1)  # [B · (k + 1), V]
     picked = rng.pick(rows).view(B, k + 1)
-    stands = drafted == picked[:, :k]  # padding is −1: never picked
+    stands = drafted == picked[:, :k]  # padding is −1, which is never picked
     accepted = count_leading(stands)
     token = picked.gather(1, accepted[:, None])
     return accepted, token[:, 0]
 
 
 def count_leading(stands: Tensor) -> Tensor:
-    """Count what comes before each row's first False: bool[B, k] -> int64[B]."""
+    """The number of True before each row's first False: bool[B, k] -> int64[B]."""
     so_far = stands.long().cumprod(1)
     return so_far.sum(1)
 
 
 def count_to_last(stands: Tensor) -> Tensor:
-    """Count each row up to its last True: bool[B, k] -> int64[B]."""
+    """The length of each row up to its last True: bool[B, k] -> int64[B]."""
     k = stands.shape[1]
     numbers = torch.arange(1, k + 1, device=stands.device)
     standing = torch.where(stands, numbers, 0)
@@ -183,28 +184,28 @@ def count_to_last(stands: Tensor) -> Tensor:
 
 
 class Drawing(NamedTuple):
-    """How all tokens of a runner are drawn.
+    """How a runner draws tokens.
 
     vocab_size: the tokenizer's; logits beyond it are padding. make_rng makes the rngs of a round
-    from their seeds, positions and roles; None: `Keyed`, which draws by the target's `Ops.pick`.
+    from their seeds, positions and roles; None: `Keyed`, which draws with the target's `Ops.pick`.
     """
 
     vocab_size: int
     coupled: bool = False  # the mode of verification
     make_rng: Callable[[Tensor, Tensor, Tensor], Rng] | None = None
-    by_token: bool = False  # in exact mode: verify token by token, not as a block
+    by_token: bool = False  # in exact mode: verify token by token instead of as a block
 
 
 class Round:
-    """The requests of a round, a row each, with their numbers of drafts, settings and rngs.
+    """The requests of a round, one per row, with their numbers of drafts, settings and rngs.
 
     Each request has `width` = k + 1 rngs, keyed by (seed, position, role). At position n:
 
         exact      (n, text)   (n, draft 0)      (n, draft 1)      …
         coupled    (n, text)   (n + 1, text)     (n + 2, text)     …
 
-    In exact mode the first rng decides which drafts are accepted (`accept` has roles of its own),
-    and picks the correction or the bonus. Tokens are drawn on the target's device, by its `Ops`.
+    In exact mode the first rng decides which drafts are accepted (`accept` has its own roles) and
+    picks the correction or the bonus. Tokens are drawn on the target's device, by its `Ops`.
     """
 
     def __init__(
@@ -248,13 +249,13 @@ class Round:
 
     @cached_property
     def rngs(self) -> Rng:
-        """The rngs of all requests. They are made on first use, while a GPU computes its pass."""
+        """The rngs of all requests, made on first use, while a GPU computes its pass."""
         keys = send(self.keys, self.device).view(-1, 3)
         seeds, positions, roles = keys.unbind(1)
         return self.make_rng(seeds, positions, roles)
 
     def text_rng(self) -> Rng:
-        """The target's rng. It has B rows; in coupled mode B · width, one for each position."""
+        """The target's rng. It has B rows, or in coupled mode B · width, one for each position."""
         if self.coupled:
             return self.rngs
         return self.rngs[:: self.width]
@@ -263,7 +264,7 @@ class Round:
         """The rng of draft j of these requests. In coupled mode it is the target's rng at that
         position."""
         first = self.first_draft_rng + j
-        if len(rows) == len(self.requests):  # a slice: indices would be sent to a GPU
+        if len(rows) == len(self.requests):  # a slice, because indices would be sent to a GPU
             return self.rngs[first :: self.width]
         indices = [row * self.width + first for row in rows]
         return self.rngs[indices]
@@ -280,11 +281,11 @@ class Round:
         return Proposal(tokens, torch.zeros(shape, dtype=self.dtype, device=device))
 
     def drafting(self, j: int = 0) -> list[int]:
-        """The rows of the requests that want a draft j."""
+        """The rows of the requests that take a draft j."""
         return [b for b, num_drafts in enumerate(self.num_drafts) if num_drafts > j]
 
     def setting(self, name: str) -> list[float | int | None]:
-        """The value of a sampling setting for each request."""
+        """Each request's value of a sampling setting."""
         return [getattr(request.settings, name) for request in self.requests]
 
     def pick_drafts(
@@ -295,9 +296,10 @@ class Round:
     ) -> tuple[Tensor, Tensor]:
         """Draft j of these requests -> q: float[R, V], and the picked tokens: int64[R].
 
-        logits: [R, ≥ V], a row for each request. If a text has a grammar, the host waits for a GPU.
+        logits: [R, ≥ V], a row for each request. If a request has a grammar, the host waits for
+        the GPU.
         """
-        q = self.probabilities(logits, rows, j).to(self.dtype)  # a draft may have another
+        q = self.probabilities(logits, rows, j).to(self.dtype)  # a draft's dtype may differ
         picked = self.draft_rng(j, rows).pick(q)
         if self.masks is not None:
             self.masks.push(rows, picked.tolist())
@@ -314,10 +316,10 @@ class Round:
         return self.ops.verify_block(verify_block, p, q, drafted, rng)
 
     def probabilities(self, logits: Tensor, rows: Sequence[int], depth: int = 0) -> Tensor:
-        """The distributions that are sampled: logits [R, ≥ V] -> float[R, V].
+        """The distributions to draw from: logits [R, ≥ V] -> float[R, V].
 
         rows: the request of each row. depth: the number of drafts before a request's first row;
-        before each later row there is one more. Masks of grammars overwrite the logits.
+        each later row has one more. Grammar masks overwrite the logits.
         """
         settings: dict[str, Setting] = {}
         for name, neutral in SETTINGS.items():
@@ -326,20 +328,20 @@ class Round:
                 numbers = [neutral if value is None else value for value in values]
                 by_row = [numbers[row] for row in rows]
                 settings[name] = send(by_row, self.device, torch.float64)
-            elif values[0] is not None:  # one number for all
+            elif values[0] is not None:  # one number for all requests
                 settings[name] = values[0]
-        logits = logits[:, : self.vocab_size]  # beyond the vocabulary: padding
+        logits = logits[:, : self.vocab_size]  # columns beyond the vocabulary are padding
         if self.masks is not None:
             logits = self.masks.apply(logits, rows, depth)
         return self.ops.probabilities(logits, self.masks is not None, **settings)
 
 
 def main() -> None:
-    """The demonstration prints the distribution of the production code's texts, and the target's.
+    """Demonstration: the distribution of the production code's outputs, beside the target's.
 
-    proof.py lets a run walk through every outcome of its random numbers: n texts are made together,
-    and the text of seed s takes branch s of `walk`. A text has up to 3 tokens, out of a vocabulary
-    of 3, and ends with token 0.
+    With proof.py a run walks through every outcome of its random numbers. n outputs are generated
+    together, and the one with seed s takes branch s of `walk`. An output has up to 3 tokens, out of
+    a vocabulary of 3, and token 0 ends it.
     """
 
     target = Toy(seed=1)

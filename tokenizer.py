@@ -1,23 +1,23 @@
-"""Text to tokens and back, by Hugging Face's package `tokenizers`.
+"""Text to tokens and back, with Hugging Face's package `tokenizers`.
 
     "The cat's"  →  The| cat|'s  →  bytes of each piece  →  merge neighbours  →  ids
 
 Regular expressions cut a text into pieces: words, numbers, runs of spaces. A piece is spelled out
-in UTF-8 bytes (Llama 3), or in characters with a ▁ for each space (Llama 2). Then, again and again,
-the pair of neighbours that stands first in the list of merges becomes one token (Sennrich et al.
-2016; bytes as the alphabet: Radford et al. 2019; ▁: Kudo & Richardson 2018). train/bpe.py shows
+in UTF-8 bytes (Llama 3), or in characters with a ▁ for each space (Llama 2). Then the pair of
+neighbours that comes first in the list of merges becomes one token, again and again (Sennrich et
+al. 2016; bytes as the alphabet: Radford et al. 2019; ▁: Kudo & Richardson 2018). train/bpe.py shows
 what a merge is, and how the list is learned.
 
 Invariants:
-  - `encode` yields no control token, unless `special` asks for it: text that looks like one is
-    spelled out.
+  - `encode` yields no control token unless `special` is set. Text that looks like a control token
+    is spelled out.
   - decode(encode(text)) == text if the vocabulary has all 256 bytes. A byte that it lacks is
-    dropped before merging, and a lone surrogate becomes U+FFFD. (SentencePiece cannot tell a ▁
-    from a space; Qwen's texts come back in Unicode's normal form C. Some files ask for less: white
-    space beside some added tokens, or what a pattern does not match, is left out.)
-  - The pieces of an `IncrementalDecoder` and what `finish` returns, joined, are the decoded text.
+    dropped before merging, and a lone surrogate becomes U+FFFD. (SentencePiece cannot distinguish a
+    ▁ from a space, and Qwen's text comes back in Unicode's normal form C. Some files drop white
+    space beside some added tokens, or characters that their pattern does not match.)
+  - The pieces of an `IncrementalDecoder`, with what `finish` returns, join to the decoded text.
 
-What the files hold is read in checkpoint/vocabulary.py; chat templates are in checkpoint/chat.py.
+checkpoint/vocabulary.py reads the files; chat templates are in checkpoint/chat.py.
 Not covered: `clean_up_tokenization_spaces`.
 """
 
@@ -50,11 +50,11 @@ from errors import TooManyTokens, UserError, brief
 
 
 class IncrementalDecoder:
-    """Tokens go in, and whole characters come out: a character's first bytes wait for its last."""
+    """Tokens go in, and whole characters come out. An incomplete character is held back."""
 
     def __init__(self, tokenizer: "Tokenizer", strips: bool) -> None:
         self._tokenizer = tokenizer
-        self._strips = strips  # whether the next byte, if it is a space, is left out
+        self._strips = strips  # whether to drop the next byte if it is a space
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token: int) -> str:
@@ -65,14 +65,14 @@ class IncrementalDecoder:
         return self._decoder.decode(data)
 
     def finish(self) -> str:
-        """The rest of the text: U+FFFD for a character that is not complete."""
+        """The rest of the text: U+FFFD if a character is incomplete, otherwise nothing."""
         return self._decoder.decode(b"", final=True)
 
 
 class Tokenizer:
-    """Text to tokens and back. specials: the control tokens, text -> id. eos_token_id: of the token
-    that tokenizer_config.json names, or None. chat_template, tool_template: their sources, or None;
-    the latter is for conversations with tools."""
+    """Text to tokens and back. specials: the control tokens, text -> id. eos_token_id: the id of
+    the token that tokenizer_config.json names, or None. chat_template, tool_template: the
+    templates' sources, or None; the latter is for conversations with tools."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Tokenizer:
         self.vocab_size = max(vocabulary.tokens) + 1
         self._special_ids = set(self.specials.values())
         self._finder = Finder(vocabulary.added, vocabulary.swallows)
-        self.whole = self.specials | vocabulary.added  # tokens that are found, not merged
+        self.whole = self.specials | vocabulary.added  # tokens found as a whole, not by merging
         self.eos_token_id = self.whole.get(vocabulary.named.get("eos_token"))
         self.missing_bytes = vocabulary.missing_bytes
         self.chat_template = template
@@ -98,8 +98,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
-        """Read a model folder's tokenizer.json or tokenizer.model and, if they exist,
-        tokenizer_config.json and chat_template.jinja; or a GGUF. UserError names the file."""
+        """Read a GGUF, or a model folder's tokenizer.json or tokenizer.model and, if they exist,
+        tokenizer_config.json and chat_template.jinja. UserError names the file."""
         path = Path(path)
         if is_gguf(path):
             gguf = GGUF.open(path)
@@ -112,8 +112,8 @@ class Tokenizer:
         return cls(load_vocabulary(path, config), *templates)
 
     def of_model(self, num_rows: int) -> "Tokenizer":
-        """This tokenizer for a model of so many rows. Some training adds tokens that its model then
-        lacks (<pad>): they count no more. UserError if the model lacks a token of texts."""
+        """This tokenizer for a model whose embedding has this many rows. Tokens that were added in
+        training but have no row (<pad>) are left out. UserError if an ordinary token has no row."""
         vocabulary = self._vocabulary
         beside = {*vocabulary.special.values(), *vocabulary.added.values()}
         last = max(vocabulary.tokens.keys() - beside)
@@ -127,8 +127,8 @@ class Tokenizer:
         return tokenizer
 
     def difference(self, other: "Tokenizer") -> str | None:
-        """The first token that the other vocabulary has otherwise, or not at all, in words; None:
-        they agree."""
+        """Describe the first token that differs or is missing in the other vocabulary; None if they
+        agree."""
         ours = self._vocabulary.tokens
         theirs = other._vocabulary.tokens
         for id in sorted(ours.keys() | theirs.keys()):
@@ -144,20 +144,20 @@ class Tokenizer:
         self, text: str, is_first: bool = True, special: bool = False, most: int | None = None
     ) -> list[int]:
         """The tokens of a plain text. A control token in it is spelled out like any other text,
-        unless `special`.
+        unless `special` is set.
 
-        is_first: nothing comes before this text; some models then put a space before it. most: of
-        a longer text not all is read: UserError.
+        is_first: nothing comes before this text; some models then put a space before it. most:
+        UserError, before the rest is read, if there are more tokens.
         """
-        # "Added" are tokens that are found before a text is cut (here without control tokens). The
-        # split keeps them: text, token, text, …
+        # "Added" tokens are found before the text is cut into pieces. (Here they do not include
+        # control tokens.) The split keeps them: text, token, text, …
         added = self.whole if special else self._vocabulary.added
         finder = Finder(added, self._vocabulary.swallows) if special else self._finder
         parts = finder.split(replace_surrogates(text))
         return self._join([added.get(part, part) for part in parts], is_first, most)
 
     def _join(self, parts: list[str | int], is_first: bool, most: int | None) -> list[int]:
-        """The tokens of texts without added tokens, and of tokens between them."""
+        """The tokens of a list of parts: texts without added tokens, and tokens between them."""
         ids = []
         for n, part in enumerate(parts):
             if isinstance(part, int):
@@ -172,15 +172,14 @@ class Tokenizer:
         return ids
 
     def prompt(self, text: str, special: bool = False, most: int | None = None) -> list[int]:
-        """The tokens of a text to continue: a begin-of-text, if the model has one and the text does
-        not spell it, then the text's own. (The chat template makes those of a chat.) most: as of
-        `encode`."""
+        """The tokens of a text to continue: begin-of-text, if the model has one and the text does
+        not spell it, and then the text's tokens. (For a chat, see `chat`.) most: as in `encode`."""
         prefix = self._vocabulary.prefix
         ids = self.encode(text, special=special, most=most)
         return ids if special and ids[: len(prefix)] == prefix else prefix + ids
 
     def spelled_control(self, text: str) -> str:
-        """The first control token that a text spells, or nothing."""
+        """The first control token spelled in a text, or an empty string."""
         parts = Finder(self.specials).split(text)
         return parts[1] if len(parts) > 1 else ""
 
@@ -196,8 +195,8 @@ class Tokenizer:
         tools: list[Json] | None = None,
         most: int | None = None,
     ) -> list[int]:
-        """The tokens of a conversation, [{"role": …, "content": …}, …], by the template, which may
-        know enable_thinking. most: as of `encode`."""
+        """The tokens of a conversation, [{"role": …, "content": …}, …], laid out by the chat
+        template, which may use enable_thinking. most: as in `encode`."""
         source = self.template(tools)
         if source is None:
             raise UserError(
@@ -210,7 +209,7 @@ class Tokenizer:
     # ---- Tokens to text
 
     def token_bytes(self, id: int, special: bool = False) -> bytes:
-        """The bytes of a token: b"" for an unused id, and for a control token unless `special`."""
+        """The bytes of a token; b"" for an unused id, or for a control token unless `special`."""
         if not 0 <= id < self.vocab_size:
             raise UserError(f"there is no token {id}; ids are below {self.vocab_size}")
         if id in self._special_ids and not special:
@@ -219,14 +218,14 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], special: bool = False, continues: bool = False) -> str:
         """The text of these tokens, with control tokens only if `special`, and with U+FFFD for
-        bytes that are not UTF-8. continues: they come after others, and keep a first space."""
+        bytes that are not UTF-8. continues: other tokens came before, so a first space is kept."""
         text = b"".join(self.token_bytes(id, special) for id in ids).decode(errors="replace")
         if self._vocabulary.strips and not continues:
             return text.removeprefix(" ")
         return text
 
     def incremental_decoder(self, continues: bool = False) -> IncrementalDecoder:
-        """`decode`, token by token."""
+        """A decoder that does what `decode` does, token by token."""
         return IncrementalDecoder(self, self._vocabulary.strips and not continues)
 
 
@@ -248,8 +247,8 @@ def load_vocabulary(folder: Path, config: Json) -> Vocabulary:
 
 
 def main() -> None:
-    """The demonstration prints the tokens of some texts, and streams them back. A control token
-    that a user writes stays text."""
+    """Demonstration: the tokens of some texts, streamed back into text. A control token that a user
+    writes stays text."""
     tokenizer = Tokenizer.load(Path(__file__).parent / "models" / "tiny")
     control = next(iter(tokenizer.specials))
     for text in ("Once upon a time, a dragon.", "Größe 😀 12345", f"a user's {control}"):
