@@ -111,7 +111,7 @@ def json_schema(name: str, value: Any) -> str:
 
 def top_share(name: str, value: Any) -> float:
     """0 becomes LEAST_TOP_P, which keeps only the most probable token."""
-    words = "from 0 (keeps the most probable alone) to 1 (keeps all)"
+    words = "from 0 (keeps only the most probable token) to 1 (keeps all)"
     return max(within(0, 1, words)(name, value), LEAST_TOP_P)
 
 
@@ -177,12 +177,12 @@ class Settings(Checked):
     seed: int | None = checked(
         None,
         within(-(2**63), 2**63 - 1, "from -2^63 to 2^63 - 1", int),
-        "the same seed gives the same text; unset: a new one, which is told",
+        "the same seed gives the same output; unset: a random one, which is printed",
     )
     max_tokens: int = checked(
         512,
         within(0, math.inf, "of at least 0", int),
-        "make at most so many (default %(default)s); 0: the prompt is read, and nothing is made",
+        "the most new tokens (default %(default)s); 0: only the prompt is read",
     )
     stop: tuple[str, ...] = checked((), list_of_texts, "end before this text; may be repeated")
     gamma: int | None = checked(
@@ -193,13 +193,13 @@ class Settings(Checked):
     logprobs: int | None = checked(
         None,
         within(0, MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}", int),
-        "in JSON: ln p of each token, and of so many of the most probable (before filters)",
+        "in JSON: ln p of each token, and of this many of the most probable (before filters)",
     )
     prompt_logprobs: int | None = checked(
         None,
         within(0, MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}", int),
-        "in JSON: the same, of the prompt's tokens from the second on (--max-tokens 0: of these "
-        "alone)",
+        "in JSON: the same for the prompt's tokens from the second on (--max-tokens 0: only for "
+        "these)",
     )
     special: bool = checked(
         False,
@@ -251,19 +251,18 @@ class Options(Checked):
     max_batch: int = checked(
         16,
         within(1, math.inf, "of at least 1", int),
-        "at most so many texts at a time (default %(default)s)",
+        "the most requests at a time (default %(default)s)",
     )
     verify: str = checked(
         "block",
         one_of(*VERIFY),
         "drafts as a block (default), which accepts the most; token by token; or coupled (default "
-        "with --seed, unless --gamma is a number): target and seed alone decide the text",
+        "with --seed, unless --gamma is a number): only target and seed decide the output",
     )
     use_cache: bool = checked(
         True,
         true_or_false,
-        "--no-cache: run generate.py's plain_loop, which computes all again for each token, to "
-        "feel the difference",
+        "--no-cache: run generate.py's plain_loop, which computes everything again for each token",
     )
     kv: str = checked(
         "paged",

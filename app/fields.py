@@ -140,7 +140,7 @@ class Listed(BaseModel):
             elif value not in NEUTRAL.get(name, ()):
                 guess = "" if name in NEUTRAL else nearest(name, sorted(honoured))  # a typo
                 raise PydanticCustomError(
-                    "refused", "not done here", {"name": brief(name, 100), "guess": guess}
+                    "refused", "not supported", {"name": brief(name, 100), "guess": guess}
                 )
         return kept
 
@@ -336,7 +336,7 @@ def refusal(error: ValidationError) -> HttpError:
     match first["type"]:
         case "refused":
             path += f".{first['ctx']['name']}"
-            rule = f"is not done here: leave it out{first['ctx']['guess']}"
+            rule = f"is not supported: leave it out{first['ctx']['guess']}"
         case "missing":
             rule = "is missing"
         case kind:

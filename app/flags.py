@@ -1,6 +1,6 @@
 """The flags of generate.py and of serve.py: what there are, and which exclude each other.
 
-Nothing slow is imported here, so that --help and a mistake in a flag are told at once.
+Nothing slow is imported here, so that --help and a mistake in a flag are shown at once.
 """
 
 import argparse
@@ -186,7 +186,7 @@ def add_machine_flags(p: argparse._ArgumentGroup) -> None:
         "--tensor-parallel",
         type=int,
         default=1,
-        help="split the models over so many processes (as torchrun does without this flag)",
+        help="split the models over this many processes (torchrun does so without this flag)",
     )
 
 

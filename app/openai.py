@@ -168,7 +168,7 @@ def chat_message(where: str, message: ChatMessage, may_call: bool) -> Message:
         raise bad(where, f"{where} must have a role: system, developer, user, assistant")
     for name, owner in (("tool_calls", "assistant"), ("tool_call_id", "tool"), ("name", "tool")):
         if getattr(message, name) and not (may_call and role == owner):
-            raise bad(f"{where}.{name}", f"{where}.{name} is not done here: leave it out")
+            raise bad(f"{where}.{name}", f"{where}.{name} is not supported: leave it out")
     if role != "assistant" and "content" not in message.model_fields_set:
         raise bad(f"{where}.content", f"{where}.content is missing")
     read: Message = {"role": role, "content": "".join(part.text for part in message.content)}
@@ -182,7 +182,7 @@ def chat_message(where: str, message: ChatMessage, may_call: bool) -> Message:
 def read_prompts(body: TextBody, offer: Offer) -> list[list[int]]:
     """The tokens of one prompt or several, each of them a text, or tokens."""
     if not body.add_special_tokens:
-        raise bad("add_special_tokens", "add_special_tokens is not done here: leave it out")
+        raise bad("add_special_tokens", "add_special_tokens is not supported: leave it out")
     is_one = not isinstance(body.prompt, list) or is_tokens(body.prompt)
     prompts = [body.prompt] if is_one else body.prompt
     if len(prompts) > MAX_CHOICES:
@@ -262,14 +262,14 @@ def read_tools(body: ChatBody, offer: Offer) -> Tools | None:
     if choice.type not in ("none", "auto") and not functions:
         raise bad(
             "tool_choice",
-            "tool_choice is not done here: leave it out, or give tools that it can choose",
+            "tool_choice is not supported: leave it out, or give tools that it can choose",
         )
     if choice.type == "none" or not functions:
         return None
     if offer.call_format is None:
         raise bad(
             "tools",
-            "tools is not done here: leave it out, or serve a model whose chat template has tools",
+            "tools is not supported: leave it out, or serve a model whose chat template has tools",
         )
     return Tools(
         functions,
@@ -342,7 +342,7 @@ def read_schemas(body: Body) -> Fields:
     found = {path: schema for path, schema in schemas.items() if schema is not None}
     for path, types in FORMATS.items():
         if path in found and form.type not in types:
-            raise bad(path, f"{path} is not done here: leave it out")
+            raise bad(path, f"{path} is not supported: leave it out")
     if form.type == "json_object" and not found:
         return {"response_format": ANY_OBJECT}
     if form.type == "json_schema" and not found:

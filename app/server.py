@@ -242,7 +242,7 @@ class Application:
             # uvicorn has dropped the body.
             raise HttpError(
                 400,
-                f"Upgrade: {brief(repr(offered), 100)} is not done here: speak HTTP/1.1 (in Java: "
+                f"Upgrade: {brief(repr(offered), 100)} is not supported: speak HTTP/1.1 (in Java: "
                 "HttpClient.Version.HTTP_1_1)",
             )
         self.batch.check_room(1)

@@ -100,7 +100,7 @@ def test_a_field_is_honoured_refused_by_name_or_harmless(is_chat):
         if kind == "refused":
             zero = [0] if -1 in neutral and 0 not in neutral else []  # no budget at all, say
             for value in (asks, *zero):
-                says = f"^{name} is (not done here: leave it out|.* it must be 'none' or 'auto')"
+                says = f"^{name} is (not supported: leave it out|.* it must be 'none' or 'auto')"
                 with pytest.raises(HttpError, match=says) as error:
                     told(is_chat, **{name: value})
                 assert (error.value.status, error.value.param) == (400, name)
@@ -157,8 +157,8 @@ def test_a_schema_is_read_wherever_clients_put_it():
 
 OBJECTS = table(
     """
-    response_format {"type": "json_object", "strict": true} → response_format.strict is not done
-    response_format {"schema": {}} → response_format.schema is not done here
+    response_format {"type": "json_object", "strict": true} → response_format.strict is not supported
+    response_format {"schema": {}} → response_format.schema is not supported
     response_format {"type": "text", "json_schema": {"schema": {}}} → response_format.json_schema is
     response_format {"type": "json_schema"} → response_format must have a schema
     response_format {"type": "json_schema", "json_schema": {"type": "object"}} → json_schema.type
@@ -167,19 +167,19 @@ OBJECTS = table(
     response_format {"type": "structural_tag"} → response_format.type is 'structural_tag'
     response_format {"type": "json_object", "schema": [1]} → response_format.schema: schema is [1]
     json_schema 3 → json_schema: schema is 3: it must be a JSON object
-    json_schema {"schema": {}, "value": {}} → json_schema.value is not done here
+    json_schema {"schema": {}, "value": {}} → json_schema.value is not supported
     structured_outputs {"json": {}, "choice": ["a"]} → structured_outputs.choice are given
     structured_outputs {"json_object": true, "json": {}} → structured_outputs.json are given
     structured_outputs {"whitespace_pattern": " "} → structured_outputs.whitespace_pattern
     stream_options {"include_usages": true} → leave it out (did you mean include_usage?)
     max_tokens 6000.5 → max_tokens is 6000.5
     max_completion_tokens "3" → max_completion_tokens is '3'
-    prompt "a" → prompt is not done here: leave it out
+    prompt "a" → prompt is not supported: leave it out
     asked {"json_schema": {}, "structured_outputs": {"regex": "a"}} → json_schema and structured
     asked {"stopping_strings": ["a"], "stop": ["b"]} → stopping_strings and stop are one field
     asked {"max_tokens": 3, "max_new_tokens": 3, "n_predict": 4} → n_predict and max_tokens are one
-    message {"name": "Tom"} → messages[0].name is not done here
-    message {"prefix": true} → messages[0].prefix is not done here
+    message {"name": "Tom"} → messages[0].name is not supported
+    message {"prefix": true} → messages[0].prefix is not supported
     message {"role": "assistant", "reasoning_content": "b"} → messages[0].reasoning_content is
     message {"content": [{"type": "text", "text": "a", "detail": 1}]} → content[0].detail
     message {"content": null} → messages[0].content is missing
@@ -199,7 +199,7 @@ def test_an_object_in_a_body_has_a_closed_list():
                 body = {name: value}
         with pytest.raises((HttpError, UserError), match=re.escape(says)):
             read(True, offer(), **body)
-    with pytest.raises(HttpError, match="^messages is not done here"):
+    with pytest.raises(HttpError, match="^messages is not supported"):
         read(False, offer(), messages=[])
 
 

@@ -432,7 +432,7 @@ BAD = told(
     chat/completions {"messages": []} → messages must be a list of one message or more
     chat/completions {"messages": ["a"]} → messages[0] is 'a': it must be an object
     completions {"prompt": "a", "stop_token_ids": ["a"]} → stop_token_ids[0] is 'a': it must
-    asked {"special": true} → special is not done here
+    asked {"special": true} → special is not supported
     completions {"prompt": "a", "special": "no"} → special is 'no': it must be a valid boolean
     user {"role": "tool"} → messages[0] must have a role: system, developer
     user {"role": ["user"]} → messages[0].role is ['user']: it must be
@@ -440,12 +440,12 @@ BAD = told(
     user {"content": [{"type": "image_url"}]} → messages[0].content[0].type is 'image_url'
     user {"content": 5} → messages[0].content is 5: it must be a valid list
     user {"content": [{"type": "text"}]} → messages[0].content[0].text is missing
-    asked {"chat_template_kwargs": {"x": 1}} → chat_template_kwargs.x is not done here
+    asked {"chat_template_kwargs": {"x": 1}} → chat_template_kwargs.x is not supported
     asked {"chat_template_kwargs": {"enable_thinking": 1}} → enable_thinking is 1: it must be
     asked {"chat_template_kwargs": {"enable_thinking": true}} → thinking need a chat template
     user {"tool_calls": [{}]} → messages[0].tool_calls[0].type is missing
     asked {"logprobs": 2} → logprobs is 2: it must be a valid boolean
-    asked {"echo": true} → echo is not done here: leave it out
+    asked {"echo": true} → echo is not supported: leave it out
     completions {"prompt": "a", "echo": 1} → echo is 1: it must be a valid boolean
     asked {"top_logprobs": 2} → top_logprobs needs logprobs
     asked {"origins": true} → origins is told in chunks: set stream to true
@@ -517,7 +517,7 @@ def test_other_paths_and_methods():
         for half in offer:  # as proxies send it: that is no offer, and the body is there
             assert (await ask(app, "POST", COMPLETE, GREEDY, [half]))[0] == 200
         status, error = await refused(app, COMPLETE, b"", offer)
-        assert status == 400 and error["message"].startswith("Upgrade: 'h2c' is not done here")
+        assert status == 400 and error["message"].startswith("Upgrade: 'h2c' is not supported")
         status, text, headers = await ask(app, "GET", "/")
         assert status == 200 and text.startswith("<!doctype html>")
         status, text, _ = await ask(app, "GET", "/health")

@@ -402,7 +402,7 @@ WRONG = [
     (dict(tools=[{"type": "custom"}]), "tools[0].type is 'custom': it must be"),
     (dict(tools=[{"type": "function"}]), "tools[0].function is missing"),
     (function(name="a b"), "tools[0].function.name is 'a b': "),
-    (function(returns={}), "tools[0].function.returns is not done here"),
+    (function(returns={}), "tools[0].function.returns is not supported"),
     (function(strict="yes"), "tools[0].function.strict is 'yes': it must"),
     (
         function(parameters={"type": "array"}),
@@ -412,12 +412,12 @@ WRONG = [
         dict(tool_choice="must"),
         "tool_choice.type is 'must': it must be 'none', 'auto', ",
     ),
-    (dict(tool_choice="required"), "tool_choice is not done here: leave it out, or give"),
+    (dict(tool_choice="required"), "tool_choice is not supported: leave it out, or give"),
     (dict(tool_choice={"type": "allowed_tools"}), "tool_choice.type is 'allowed_tools'"),
-    (function() | dict(tool_choice=TOOLS[0]), "tool_choice.function.parameters is not done here"),
+    (function() | dict(tool_choice=TOOLS[0]), "tool_choice.function.parameters is not supported"),
     (
         function() | dict(tool_choice={"type": "function", "function": {"name": "g"}}),
-        "tool_choice is not done here: leave it out, or give",
+        "tool_choice is not supported: leave it out, or give",
     ),
     (function() | dict(parallel_tool_calls=1), "parallel_tool_calls is 1"),
     (function() | dict(response_format={"type": "json_object"}), "response_format and tools are"),
@@ -450,8 +450,8 @@ def test_a_model_without_tools_refuses_them_by_name(instruct):
     for model in (Model.load(instruct, "cpu"), Model.load("tiny", "cpu")):
         offer = Offer(model, "tiny", 90, settings=Settings())
         for body, says in (
-            (function(), "tools is not done here: leave it out, or serve a model"),
-            (past("{}"), "messages[0].tool_calls is not done here"),
+            (function(), "tools is not supported: leave it out, or serve a model"),
+            (past("{}"), "messages[0].tool_calls is not supported"),
             (dict(messages=[dict(role="tool", content="a")]), "messages[0] must have a role"),
         ):
             with pytest.raises(HttpError, match=f"^{re.escape(says)}"):

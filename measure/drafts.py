@@ -59,7 +59,7 @@ class Told:
 
 
 def prompts_of(file: Path) -> list[str]:
-    """The prompts of JSON lines {"prompt": "…"}. (Settings are not done here: all runs have the
+    """The prompts of JSON lines {"prompt": "…"}. (Settings are not supported: all runs have the
     same.)"""
     if not file.exists():
         raise UserError(f'--prompts {file} is missing: name a file of lines {{"prompt": "…"}}')

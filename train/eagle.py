@@ -90,7 +90,7 @@ def requests_for(model: Model, args: argparse.Namespace) -> list[Request]:
     def check(request: Request) -> None:
         for name in ("stop", "gamma", "logprobs", "prompt_logprobs"):
             if getattr(request.settings, name) not in ((), None):
-                raise UserError(f"{name} is not done here: leave it out")
+                raise UserError(f"{name} is not supported: leave it out")
 
     lines = read_file(str(args.data)).split("\n")
     for line in read_requests(lines, model, chosen, options, None, None, check):
