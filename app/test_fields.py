@@ -157,7 +157,7 @@ def test_a_schema_is_read_wherever_clients_put_it():
 
 OBJECTS = table(
     """
-    response_format {"type": "json_object", "strict": true} → response_format.strict is not supported
+    response_format {"type": "json_object", "strict": true} → response_format.strict is not
     response_format {"schema": {}} → response_format.schema is not supported
     response_format {"type": "text", "json_schema": {"schema": {}}} → response_format.json_schema is
     response_format {"type": "json_schema"} → response_format must have a schema
