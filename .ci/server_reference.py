@@ -33,7 +33,7 @@ from checks import require
 
 from generate import generate
 from loading import Model
-from testing.http import with_tools
+from testing.tools import with_tools
 
 OPENINGS = ["Once upon a time", "Lily saw", "Tom had a red ball", "One day", "The dog", "Mom said"]
 COMPLETE = "/v1/completions"

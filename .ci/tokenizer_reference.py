@@ -18,7 +18,7 @@ from sentencepiece import SentencePieceProcessor
 from tokenizers import Tokenizer as Reference
 from transformers import AutoTokenizer
 
-from testing.http import TOOLS, with_tools
+from testing.tools import TOOLS, with_tools
 from tokenizer import Tokenizer
 
 CONVERSATIONS = [

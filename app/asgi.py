@@ -20,6 +20,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 MAX_BODY = 2**22  # bytes
+MAX_DISCARDED = 2**28  # bytes of a body that is too long
 PATIENCE = 60.0  # seconds
 
 T = TypeVar("T")
@@ -67,14 +68,20 @@ class Upload:
     async def receive(self, request: Request, on_part: Callable[[], None]) -> None:
         """HttpError if it is too long or too slow, or if `limit` is cancelled. on_part: is called
         for each part that comes."""
+        size = 0
         with self.limit:
             async for part in request.stream():
+                size += len(part)
                 self.data += part
                 self.last_part = time.monotonic()
-                if len(self.data) > MAX_BODY:
-                    raise HttpError(413, f"the body is too long: at most {MAX_BODY:,} bytes")
+                if size > MAX_BODY:  # go on without keeping it: who still sends reads no answer
+                    self.data.clear()
+                if size > MAX_DISCARDED:
+                    break
                 on_part()
             self.is_whole = True
+        if size > MAX_BODY:
+            raise HttpError(413, f"the body is too long: at most {MAX_BODY:,} bytes")
         if not self.is_whole:
             raise HttpError(
                 408,

@@ -30,17 +30,14 @@ from serve import Update
 from settings import Grammar, Settings
 from testing.http import (
     CHAT,
-    POINT,
-    TEMPLATES,
-    TOOLS,
     events,
     needs_llguidance,
     post,
     read,
     refused,
     run,
-    with_tools,
 )
+from testing.tools import POINT, TEMPLATES, TOOLS, with_tools
 
 ADD = '{"name": "add", "arguments": {"a": 1}}'
 SAY = '{"name": "say", "parameters": {"text": "}\\"{\\\\", "to": {"x": [{}]}}}'

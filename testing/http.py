@@ -2,11 +2,9 @@
 
 import asyncio
 import json
-import shutil
 from collections.abc import Awaitable, Callable
 from functools import cache
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +19,6 @@ from generate import Engine
 from loading import Model, load_draft
 from serve import BatchServer
 from settings import Options, Settings
-from testing.pages import ROOT
 
 PROMPT = "Once upon a time"
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
@@ -156,49 +153,3 @@ def read(is_chat: bool, offer: Offer, **fields) -> openai.Asked:
     said = dict(messages=[dict(role="user", content=PROMPT)]) if is_chat else dict(prompt=PROMPT)
     body = said | fields
     return openai.read_request(json.dumps(body).encode(), is_chat, offer)
-
-
-POINT = {  # as pydantic writes it
-    "$defs": {"Number": {"type": "integer", "minimum": 0, "maximum": 99}},
-    "type": "object",
-    "properties": {"a": {"$ref": "#/$defs/Number"}},
-    "required": ["a"],
-    "additionalProperties": False,
-}
-
-TEMPLATES = {
-    True: """\
-{% for tool in tools or [] %}{{ tool.function.name }}{{ tool.function.parameters | tojson }}
-{% endfor %}
-{% for message in messages %}{{ message.role }}: {{ message.content }}
-{% for call in message.tool_calls %}<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>
-{% endfor %}
-{% endfor %}
-""",
-    False: """\
-{% if tools %}{"name": function, "parameters": object}{{ tools[0] | tojson(indent=1) }}{% endif %}
-{% for message in messages %}{{ message.role }}: {{ message.content }}
-{% if message.tool_calls %}{{ message.tool_calls[0].function | tojson }}
-{% endif %}
-{% endfor %}
-""",
-}
-WORDS = {
-    "type": "object",
-    "properties": {"word": {"enum": ["dog", "cat"]}},
-    "required": ["word"],
-    "additionalProperties": False,
-}
-TOOLS = [
-    {"type": "function", "function": {"name": "say", "parameters": WORDS}},
-    {"type": "function", "function": {"name": "add", "parameters": POINT, "description": "Adds"}},
-]
-
-
-def with_tools(folder: Path, is_tagged: bool) -> Path:
-    """A folder with the embedded model, and a chat template that has tools."""
-    shutil.copytree(ROOT / "models" / "tiny", folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATES[is_tagged])
-    return folder
