@@ -40,8 +40,9 @@ import torch
 from torch import Tensor
 
 from checkpoint.weights import Weights
+from devices import send
 from drafters import Chain, SelfDrafter, pack_tokens
-from kernels import Linear, Ops, send
+from kernels import Linear, Ops
 from kvcache import AttentionMetadata, Cache
 from model import Features, Llama
 from quant import Quantized

@@ -28,17 +28,14 @@ import os
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import sampling
-from errors import UserError
-from parallel import group_for
+from devices import make_current
 from quant import Quantized, rounded_product
 from sampling import Setting, check_finite
 
@@ -50,9 +47,6 @@ if TYPE_CHECKING:
 
 BACKENDS = {"cpu": ("cpu",), "cuda": ("gpu", "flash")}  # the fastest first
 DEQUANTIZED_TILE = 1 << 21  # weights that `linear` dequantizes at a time
-# All CUDA graphs: gpu/graphs.py adds them, runner.py counts them, and app/launch.py drops them
-# before the program ends.
-live_graphs: WeakSet[Any] = WeakSet()
 
 
 class Linear(NamedTuple):
@@ -67,52 +61,6 @@ class HeadNorm(NamedTuple):
 
     weight: Tensor  # [2 D]: of q, then of k
     eps: float
-
-
-# ---- The device ----------------------------------------------------------------------------------
-
-
-def send(
-    numbers: Tensor | Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64
-) -> Tensor:
-    """Copy these numbers to the device, without waiting for what it still computes. dtype: of
-    numbers that are no tensor yet."""
-    x = numbers if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=dtype)
-    if device.type == "cuda":
-        return x.pin_memory().to(device, non_blocking=True)  # PyTorch keeps it until it is copied
-    return x.to(device)
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that are free on the device now; if several processes share the model, for each."""
-    memory_info = Path("/proc/meminfo")
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-    elif memory_info.exists():
-        _, available = memory_info.read_text().split("MemAvailable:")
-        free = 1024 * int(available.split()[0])
-    else:
-        page_size = os.sysconf("SC_PAGE_SIZE")
-        free = page_size * os.sysconf("SC_PHYS_PAGES")  # macOS: all that there is
-    return group_for(device).memory(free, device)  # the smallest share of all processes
-
-
-def find_device(name: torch.device | str | None = None) -> torch.device:
-    """The device of this name; None: a GPU, if there is one. UserError if it is not here."""
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    usable = "cpu or cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UserError(f"device {str(name)!r} is unknown: use {usable}") from None
-    if device.type not in BACKENDS:
-        raise UserError(f"device {str(name)!r} is not supported: use {usable}")
-    try:
-        torch.empty(1, dtype=torch.float32, device=device)
-    except (RuntimeError, AssertionError):
-        raise UserError(f"device {str(name)!r} is not on this machine: use {usable}") from None
-    return device
 
 
 # ---- The operations ------------------------------------------------------------------------------
@@ -333,12 +281,6 @@ def ops_for(device: torch.device | str) -> Ops:
             if ops is not None:  # it has what it needs
                 return ops
     return Ops()
-
-
-def make_current(device: torch.device) -> None:
-    """Let this thread launch kernels and graphs on this device."""
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)
 
 
 def main() -> None:

@@ -46,8 +46,8 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, TypeVar
 
+from devices import make_current
 from generate import Engine
-from kernels import make_current
 from request import OutputStream, Request, Result
 from sampling import TokenLogprob
 

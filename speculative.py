@@ -70,8 +70,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from devices import send
 from grammar import Masks
-from kernels import send
 from kvcache import KVSpec
 from request import Request
 from sampling import TEXT, Keyed, Setting, draft_role
@@ -299,7 +299,8 @@ class Round:
         logits: [R, ≥ V], a row for each request. If a request has a grammar, the host waits for
         the GPU.
         """
-        q = self.probabilities(logits, rows, j).to(self.dtype)  # a draft's dtype may differ
+        q = self.probabilities(logits, rows, depths=[j] * len(rows))
+        q = q.to(self.dtype)  # a draft's dtype may differ
         picked = self.draft_rng(j, rows).pick(q)
         if self.masks is not None:
             self.masks.push(rows, picked.tolist())
@@ -315,24 +316,24 @@ class Round:
             return verify(p, q, drafted, rng)
         return self.ops.verify_block(verify_block, p, q, drafted, rng)
 
-    def probabilities(self, logits: Tensor, rows: Sequence[int], depth: int = 0) -> Tensor:
+    def probabilities(self, logits: Tensor, owners: Sequence[int], depths: Sequence[int]) -> Tensor:
         """The distributions to draw from: logits [R, ≥ V] -> float[R, V].
 
-        rows: the request of each row. depth: the number of drafts before a request's first row;
-        each later row has one more. Grammar masks overwrite the logits.
+        Row i belongs to request owners[i], after depths[i] of its drafts. Grammar masks overwrite
+        the logits.
         """
         settings: dict[str, Setting] = {}
         for name, neutral in SETTINGS.items():
             values = self.setting(name)
             if len(set(values)) > 1:
                 numbers = [neutral if value is None else value for value in values]
-                by_row = [numbers[row] for row in rows]
+                by_row = [numbers[b] for b in owners]
                 settings[name] = send(by_row, self.device, torch.float64)
             elif values[0] is not None:  # one number for all requests
                 settings[name] = values[0]
         logits = logits[:, : self.vocab_size]  # columns beyond the vocabulary are padding
         if self.masks is not None:
-            logits = self.masks.apply(logits, rows, depth)
+            logits = self.masks.apply(logits, owners, depths)
         return self.ops.probabilities(logits, self.masks is not None, **settings)
 
 

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._pytree import tree_map_only
 
+import devices
 import kernels
 import sampling
 from conftest import examples
@@ -825,5 +826,5 @@ def test_flash_compiles_for_a_gpu_that_is_not_there(monkeypatch):
 
 def test_memory_where_there_is_no_proc(monkeypatch):
     """On macOS: a share of it must be a size, not a share of the largest number."""
-    monkeypatch.setattr(kernels, "Path", lambda name: Path("/no/such/file"))
-    assert 1e8 < kernels.free_memory(torch.device("cpu")) < 1e14
+    monkeypatch.setattr(devices, "Path", lambda name: Path("/no/such/file"))
+    assert 1e8 < devices.free_memory(torch.device("cpu")) < 1e14

@@ -57,10 +57,11 @@ from checkpoint.hub import find_model
 from checkpoint.load import open_checkpoint
 from checkpoint.progress import progress_bar
 from checkpoint.save import save_folder
+from devices import find_device
 from eagle import EagleHead
 from errors import UserError
 from generate import Engine
-from kernels import HeadNorm, Ops, find_device, rotated
+from kernels import HeadNorm, Ops, rotated
 from kvcache import AttentionMetadata
 from loading import Model
 from model import Llama, Rope
