@@ -239,7 +239,9 @@ FORMATS: dict[Kind, Format] = {
 
 # ---- Weights -------------------------------------------------------------------------------------
 
-SLAB = 1 << 22  # weights rounded at a time, because rounding takes several times their memory
+# Weights that are rounded, and dequantized, at a time: both take several times their memory.
+SLAB = 1 << 22
+DEQUANTIZED = 1 << 21
 
 
 class Quantized(NamedTuple):
@@ -328,6 +330,16 @@ def quantize(w: Tensor, bits: Kind, group: int | None = None) -> Quantized:
     return Quantized(
         bits, values, scale, zero=zero[0] if zero else None, columns=columns, group=group
     )
+
+
+def dequantized_product(x: Tensor, w: Quantized) -> Tensor:
+    """x Wᵀ: [T, K] -> [T, N]. W is dequantized some rows at a time, to save memory."""
+    num_rows = max(16, DEQUANTIZED // w.columns)
+    products = []
+    for start in range(0, len(w.values), num_rows):
+        rows = w.rows(slice(start, start + num_rows))
+        products.append(F.linear(x, rows.dequantize(x.dtype)))
+    return torch.cat(products, dim=-1)
 
 
 def rounded_product(x: Tensor, w: Quantized) -> Tensor:

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from torch.utils._pytree import tree_map_only
 
 import devices
-import kernels
 import sampling
 from conftest import examples
 from flash import Flash, triton
@@ -254,7 +253,7 @@ class Contract:
 
     @pytest.fixture(autouse=True)
     def short_tiles(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("kernels.DEQUANTIZED_TILE", 1024)
+        monkeypatch.setattr("quant.DEQUANTIZED", 1024)
 
     def on(self, x: Any) -> Any:
         """x, or the tensors in it, on the device."""

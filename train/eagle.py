@@ -250,7 +250,7 @@ def unroll(
         step = copy(metadata)
         step.positions = metadata.positions + s
         following = shifted(tokens, 1 + s).flatten()  # [T], −1: there is none
-        z = head.rows(z, following.clamp(min=0), step)
+        z = head(z, following.clamp(min=0), step)
         rows = predicting_rows(batch, 2 + s)
         steps.append((head.draft_logits(z[rows]), rows))
     return steps
