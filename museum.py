@@ -333,8 +333,8 @@ ROOMS: dict[str, list[Exhibit]] = {
             "a rejected draft is kept, because the count is off by one",
             "a word was dropped, and the words after it were kept",
             verify_block,
-            "count_to_last(stands)",
-            "(count_to_last(stands) + 1).minimum((drafted >= 0).sum(1))",
+            "count_to_last(passed)",
+            "(count_to_last(passed) + 1).minimum((drafted >= 0).sum(1))",
             distribution_by_enumeration,
         ),
         Exhibit(

@@ -257,10 +257,10 @@ BY_TOKEN = {
         "p[rows, accepted]",
         "p[rows, accepted - 1 * (q[rows, accepted].sum(-1) == 0)]",
     ),
-    "the last draft that stands, as in a block": (
+    "the last draft that passes, as in a block": (
         verify,
-        "count_leading(stands)",
-        "count_to_last(stands)",
+        "count_leading(passed)",
+        "count_to_last(passed)",
     ),
 }
 AS_BLOCK = {
@@ -292,8 +292,8 @@ AS_BLOCK = {
     ),
     "up to the first that does not stand": (
         verify_block,
-        "count_to_last(stands)",
-        "count_leading(stands)",
+        "count_to_last(passed)",
+        "count_leading(passed)",
     ),
 }
 STEPS = {

@@ -47,7 +47,7 @@ def distributions(rows: int, V: int) -> st.SearchStrategy:
 
 
 def weight(function: Callable, w: float, ratio: float) -> float:
-    """The probability that a draft stands with those before it, which stand with probability w."""
+    """The probability that a draft is accepted with those before it, which have probability w."""
     return min(1, w * ratio) if function is verify_block else w * min(1, ratio)
 
 
@@ -123,7 +123,7 @@ def expected_drafts(function: Callable, p: list[Tensor], q: list[Tensor]) -> Ten
     rng = Refuses()
     function(p_of_runs.flatten(0, 1), q_of_runs.flatten(0, 1), drafted, rng)
     reaches = rng.prob.cumprod(1)  # all drafts so far stand
-    if function is verify_block:  # this one stands, or one after it: [n · V^k, k], the last first
+    if function is verify_block:  # this one passes, or one after it: [n · V^k, k], the last first
         reaches = 1 - (1 - rng.prob).flip(1).cumprod(1)
     return (mass * reaches.sum(1).view(n, -1)).sum(1)
 
