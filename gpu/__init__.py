@@ -77,7 +77,7 @@ def run_empty_step(llama: Llama, cache: Cache, shape: tuple[int, int], splits: i
     """
     B, each = shape
     tokens = torch.zeros(B * each, dtype=torch.int64, device=llama.device)
-    metadata = graphs.empty_metadata(cache, graphs.Bucket(B, each, 1))
+    metadata = graphs.BucketMetadata(cache, graphs.Bucket(B, each, 1))
     metadata.backend["longest"] = splits * tuning.LEAST_KEYS
     if isinstance(llama, EagleHead):
         features = llama.target.empty_features(llama.feature_layers, B * each).values.zero_()
