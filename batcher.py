@@ -207,9 +207,8 @@ class Batcher:
 
 def main() -> None:
     """Demonstration: 16 requests, four at a time. A row is a request, and a column a step."""
-    model = Model.load("tiny")
+    model = Model.load("tiny", plain=True)  # a token per column, on a GPU too
     batcher = Engine(model, None, Options(max_len=64, max_batch=4), tokens=1000).batcher
-    batcher.runner.multi_step = 1  # one token per column, on a GPU too
     lengths = [5, 41, 12, 30, 4, 22, 48, 8, 16, 6, 35, 10, 27, 7, 19, 13]
     requests = []
     for seed, length in enumerate(lengths):

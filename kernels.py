@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from drafters import Chain
     from kvcache import AttentionMetadata, Cache
     from model import Features, Llama, Rope
+    from runner import ModelRunner, ScheduledRequest
     from speculative import Proposal, Rng, Round, Verify
 
 BACKENDS = {"cpu": ("cpu",), "cuda": ("gpu", "flash")}  # the fastest first
@@ -174,7 +175,6 @@ def rotated(
 class Ops:
     """The plain operations, differentiable, in every dtype."""
 
-    multi_step = 1  # how many tokens a step without drafts draws (runner.py)
     language = "plain PyTorch"  # what computes, as the first line of a program says it
 
     # ---- Weights and storage
@@ -312,6 +312,15 @@ class Ops:
     def chain(self, chain: Chain, round: Round) -> Proposal:
         """All drafts of a round, as `Chain.one_by_one` makes them (drafters.py)."""
         return chain.one_by_one(round)
+
+    def run_rounds(
+        self,
+        runner: ModelRunner,
+        scheduled: Sequence[ScheduledRequest],
+        features: Features | None,
+    ) -> tuple[list[list[int]], Tensor]:
+        """The passes of a step, as `ModelRunner.run_rounds` makes them (runner.py)."""
+        return runner.run_rounds(scheduled, features)
 
     def warm_up(self, llama: Llama, cache: Cache, vocab_size: int) -> None:
         """Compile now the kernels that steps of many texts will launch. vocab_size: the number of

@@ -10,7 +10,7 @@ replay, and no recorded operation may send a number to the host.
     Passes(llama)   records passes over a few tokens of each sequence
     Drafts(llama)   records the γ passes and picks by which a model drafts for all requests of a
                     round; and the plain tokens that the target makes before the host looks
-                    (runner.py), as drafts of its own
+                    (steps.py), as drafts of its own
 
 A recording has a fixed shape: numbers of sequences and blocks are rounded up (`bucket_of`), and the
 surplus is padding. It is made when a shape first occurs. All recordings share one memory pool,
