@@ -79,7 +79,6 @@ EXERCISES = (
         teaches="block tables become slots, and texts of unequal length one row of tokens",
         tests=(
             "test_kvcache.py::test_metadata_says_where_each_token_belongs",
-            "test_kvcache.py::test_metadata_is_refilled_in_place_and_padded",
             "test_kvcache.py::test_texts_packed_into_one_step_do_not_see_each_other",
         ),
     ),
