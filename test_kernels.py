@@ -250,6 +250,7 @@ class Contract:
     examples = 15
     slow = False
     refuses = True  # logits that are NaN
+    attention = ATTENTION
 
     @pytest.fixture(autouse=True)
     def short_tiles(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -407,7 +408,7 @@ class Contract:
         """
 
         @self.check(
-            ATTENTION,
+            self.attention,
             TEXTS,
             st.integers(1, 3),
             st.integers(1, 4),
