@@ -100,14 +100,13 @@ def test_frequencies_are_divided_as_the_file_says(tmp_path):
     tensors = tensors_of(file)
     ones = torch.ones(16)
     factors = torch.rand(16) + 1
-    four = 4.0
     none = {"llama.rope.scaling.type": "none"}
     linear = {"llama.rope.scaling.type": "linear"}
     for metadata, divisor in (
-        ({"llama.rope.scale_linear": four}, 4),
-        ({"llama.rope.scaling.factor": four}, 4),
-        (linear | {"llama.rope.scaling.factor": four}, 4),
-        (none | {"llama.rope.scaling.factor": four}, 1),
+        ({"llama.rope.scale_linear": 4.0}, 4),
+        ({"llama.rope.scaling.factor": 4.0}, 4),
+        (linear | {"llama.rope.scaling.factor": 4.0}, 4),
+        (none | {"llama.rope.scaling.factor": 4.0}, 1),
         (linear | {"llama.rope.scaling.factor": 0.0}, 1),
     ):
         for pairs in (ones, factors):
