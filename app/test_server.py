@@ -59,7 +59,7 @@ from testing.http import (
     tiny,
 )
 from testing.pages import ROOT
-from testing.programs import heard, told
+from testing.programs import check_refusals, heard, told
 
 GREEDY = dict(prompt=PROMPT, temperature=0, max_tokens=8)
 
@@ -1144,39 +1144,34 @@ def test_grace_is_limited_and_a_second_signal_ends_at_once():
 
 
 def test_mistakes_are_one_line(capsys):
-    flags = [
-        (["--port", "70000"], "--port is 70000"),
-        (["--max-queue", "0"], "--max-queue is 0"),
-        (["--gamma", "2"], "--gamma is about drafted tokens"),
-        (["--draft-bits", "4"], "--draft-bits is about drafted tokens"),
-        (["--grace", "-1"], "--grace is -1.0"),
-        (["--api-key", ""], "--api-key is empty"),
-        (["--host", ""], "--host is empty"),
-        (["--model-name", ""], "--model-name is empty"),
-        (["--target", ""], "--target is empty"),
-        (
-            ["--allow-origin", "http://localhost:3000/"],
-            "--allow-origin is 'http://localhost:3000/'",
-        ),
-        (["--allow-origin", "localhost:3000"], "--allow-origin is 'localhost:3000'"),
-        (["--allow-origin", "HTTP://a"], "--allow-origin is 'HTTP://a'"),
-        (["--allow-origin", "http://a:*"], "--allow-origin is 'http://a:*'"),
-        (["--allow-origin", "http://a:80"], "--allow-origin is 'http://a:80'"),
-        (["--allow-origin", "https://[::1]:443"], "--allow-origin is 'https://[::1]:443'"),
-        (["--tensor-parallel", "2"], "a server is one process"),
-        (["--api-key", "a\n"], "--api-key begins or ends with a space"),
-        (["--host", "\udcff"], "nothing can listen on"),
-        (["--host", "no.such.host.invalid"], "nothing can listen on no.such.host.invalid"),
-        (["--prompts", "x"], "unrecognized arguments"),
-        (["--target", "none"], "'none' is neither"),
-    ]
-    for arguments, says in flags:
-        try:
-            status = server.main(["--port", "0", *arguments])
-        except SystemExit as stop:
-            status = stop.code
-        out, err = capsys.readouterr()
-        assert status == 2 and says in err and err.count("\n") == 1 and not out, arguments
+    table = r"""
+        --port 70000 → --port is 70000
+        --max-queue 0 → --max-queue is 0
+        --gamma 2 → --gamma is about drafted tokens
+        --draft-bits 4 → --draft-bits is about drafted tokens
+        --grace -1 → --grace is -1.0
+        --api-key '' → --api-key is empty
+        --host '' → --host is empty
+        --model-name '' → --model-name is empty
+        --target '' → --target is empty
+        --allow-origin http://localhost:3000/ → --allow-origin is 'http://localhost:3000/'
+        --allow-origin localhost:3000 → --allow-origin is 'localhost:3000'
+        --allow-origin HTTP://a → --allow-origin is 'HTTP://a'
+        --allow-origin http://a:* → --allow-origin is 'http://a:*'
+        --allow-origin http://a:80 → --allow-origin is 'http://a:80'
+        --allow-origin https://[::1]:443 → --allow-origin is 'https://[::1]:443'
+        --tensor-parallel 2 → a server is one process
+        --api-key 'a{line}' → --api-key begins or ends with a space
+        --host {byte} → nothing can listen on
+        --host no.such.host.invalid → nothing can listen on no.such.host.invalid
+        --prompts x → unrecognized arguments
+        --target none → 'none' is neither
+    """
+
+    def main(flags: list[str]) -> int:
+        return server.main(["--port", "0", *flags])
+
+    check_refusals(main, table, capsys, line="\n", byte="\udcff")
 
 
 @pytest.mark.slow
