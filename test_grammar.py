@@ -28,7 +28,7 @@ from testing.toys import END, SPELLING, FourTokens, Letters, Place, grammars, ne
 from testing.worlds import RULES
 from tokenizer import Tokenizer
 
-pytest.importorskip("llguidance", reason="requirements-extra.txt is not installed")
+pytest.importorskip("llguidance", reason="the extra 'server' is not installed")
 import bounds
 import grammar as grammar_page
 from grammar import Grammars, GrammarState, Masks, forbid
