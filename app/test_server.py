@@ -27,7 +27,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("app.server", reason="requirements-extra.txt is not installed")
+pytest.importorskip("app.server", reason="the extra 'server' is not installed")
 import grammar as grammar_page
 from app import asgi, openai, server
 from app import fields as fields_page
