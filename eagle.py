@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 class EagleHead(Weights):
     """One layer, with an input of its own, and a smaller vocabulary."""
 
-    rope = Llama.rope  # with the head's own frequencies
+    rope = Llama.rope  # which reads self.frequencies, here the head's own
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class EagleHead(Weights):
         qkv = qkv.unflatten(1, (-1, D))
         heads = ops.attend(qkv, G, rope, metadata, self.cache_layer, layer.head_norm)
         attn_out = self.group.sum(ops.linear(heads.flatten(1), layer.o))
-        if self.eagle.norm_before_residual:
+        if self.eagle.norm_before_residual:  # some published heads have norms in other places
             f = normed
         y, normed = ops.add_norm(f, attn_out, layer.post_norm, self.config.rms_norm_eps)
         hidden = ops.swiglu(normed, layer.gate_up)

@@ -44,7 +44,7 @@ class Exercise(NamedTuple):
     function: str
     teaches: str
     tests: tuple[str, ...]  # the tests that judge it, the simplest first
-    flags: str | None = ""  # with these generate.py calls it; None: generate.py never calls it
+    flags: str | None = ""  # of a generate.py that calls the function; None: it is never called
 
 
 EXERCISES = (
@@ -76,7 +76,7 @@ EXERCISES = (
     Exercise(
         page="kvcache.py",
         function="pack_metadata",
-        teaches="block tables become slots, and texts of unequal length one row of tokens",
+        teaches="block tables become slots; sequences of unequal length become one row of tokens",
         tests=(
             "test_kvcache.py::test_metadata_says_where_each_token_belongs",
             "test_kvcache.py::test_metadata_is_refilled_in_place_and_padded",
@@ -137,7 +137,7 @@ EXERCISES = (
     Exercise(
         page="batcher.py",
         function="schedule",
-        teaches="plan a step: running texts, preemption, admission",
+        teaches="plan a step: running requests, preemption, admission",
         tests=("test_batcher.py",),
     ),
     Exercise(
@@ -154,7 +154,7 @@ EXERCISES = (
     Exercise(
         page="proof.py",
         function="enumerate_distribution",
-        teaches="a sampler's exact distribution, from every outcome of its rng",
+        teaches="the exact distribution of a sampler, from every outcome of its random numbers",
         tests=(
             "test_proof.py",
             "test_distribution.py::test_coupled_outputs_follow_it",
@@ -213,7 +213,7 @@ def judge(exercise: Exercise, folder: Path) -> int:
     command = [sys.executable, "-m", "pytest", "-q", "-x", *exercise.tests]
     failed = subprocess.call(command, cwd=folder, env=os.environ | {"LLAMA_PLAIN": "1"})
     if failed:
-        write("not yet: the first failure stands above\n")
+        write("not yet: the first failure is shown above\n")
         return 1
     write("right\n")
     return 0
