@@ -197,7 +197,9 @@ class EagleDrafter(SelfDrafter):
         return super().most(request, wanted) if will_have_z else 0
 
     def chain(self, round: Round) -> Chain:
-        last_z = [self.last_z[round.requests[b]] for b in round.drafting()]
+        last_z = []
+        for b in round.drafting():
+            last_z.append(self.last_z[round.requests[b]])
         return HeadChain(self.model, self.cache, round, z=torch.stack(last_z))
 
     @torch.inference_mode()
@@ -209,19 +211,19 @@ class EagleDrafter(SelfDrafter):
         next_tokens = []  # of each request, those that follow its positions
         rows: list[int] = []  # of `features`
         for item in scheduled:
-            text = item.request.tokens
-            stop = min(item.start + item.num_new_tokens, len(text) - 1)  # no token follows the last
+            tokens = item.request.tokens
+            stop = min(item.stop + item.num_drafts, len(tokens) - 1)  # no token follows the last
             if stop > item.start:
                 requests.append(item.request)
                 spans.append((item.request.seq, item.start, stop))
-                next_tokens.append(text[item.start + 1 : stop + 1])
+                next_tokens.append(tokens[item.start + 1 : stop + 1])
                 rows += item.tokens[: stop - item.start]
         if not requests:
             return
         device = self.model.device
-        tokens, last = pack_tokens(next_tokens, device)
+        following, last = pack_tokens(next_tokens, device)
         f = self.model.combine(features.values[send(rows, device)])
-        z = self.model(f, tokens, self.cache.metadata(spans))
+        z = self.model(f, following, self.cache.metadata(spans))
         self.last_z.update(zip(requests, z[last]))
 
     def close(self, request: Request) -> None:
