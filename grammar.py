@@ -116,7 +116,7 @@ class GrammarState:
         """Read a draft, unless one before it was forbidden or ends the output."""
         if self.drafts_ended:
             return
-        # −1 is no token: the logits of the draft were not finite, and the runner will raise.
+        # −1 is no token: the request has fewer drafts, or their logits were not finite.
         is_token = draft >= 0 and draft not in self.grammars.eos_token_ids
         if is_token and self.matcher.try_consume_tokens([draft]):
             self.num_drafts += 1
@@ -180,8 +180,9 @@ class Masks:
     def push(self, requests: Iterable[int], drafts: Iterable[int]) -> None:
         """Let the worker read the next draft of these requests, and fill the masks after it."""
         self.start()
-        known = {b: draft for b, draft in zip(requests, drafts) if b in self.states}
-        self.tasks.append(self.grammars.worker.submit(self._read, len(self.tasks), known))
+        depth = len(self.tasks)
+        own = {b: draft for b, draft in zip(requests, drafts) if b in self.states}
+        self.tasks.append(self.grammars.worker.submit(self._read, depth, own))
 
     def push_all(self, drafts: Sequence[Sequence[int]]) -> None:
         """Push those drafts of a round that have not been pushed yet. drafts[j]: draft j of every
