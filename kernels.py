@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from drafters import Chain
     from kvcache import AttentionMetadata, Cache
     from model import Features, Llama, Rope
-    from runner import ModelRunner, ScheduledRequest
+    from runner import Drawn, ModelRunner, ScheduledRequest
     from speculative import Proposal, Rng, Round, Verify
 
 BACKENDS = {"cpu": ("cpu",), "cuda": ("gpu", "flash")}  # the fastest first
@@ -318,7 +318,7 @@ class Ops:
         runner: ModelRunner,
         scheduled: Sequence[ScheduledRequest],
         features: Features | None,
-    ) -> tuple[list[list[int]], Tensor]:
+    ) -> list[Drawn]:
         """The passes of a step, as `ModelRunner.run_rounds` makes them (runner.py)."""
         return runner.run_rounds(scheduled, features)
 
