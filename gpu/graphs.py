@@ -37,8 +37,8 @@ from weakref import proxy
 import torch
 from torch import Tensor
 
+from devices import live_graphs, send
 from gpu.tuning import FEW
-from kernels import live_graphs, send
 from kvcache import AttentionMetadata, SequenceSlice, joined_parts, pack_metadata
 from settings import SETTINGS
 from speculative import Proposal

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from automaton import Grammars
 from drafters import Drafter, ModelDrafter, NgramDrafter, SelfDrafter
-from grammar import Grammars
 from kernels import Ops
 from kvcache import KVCache, KVSpec
 from model import Llama
