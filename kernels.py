@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from eagle import EagleHead
     from kvcache import AttentionMetadata, Cache
     from model import Features, Llama, Rope
-    from runner import ModelRunner, ScheduledRequest
+    from runner import Drawn, ModelRunner, ScheduledRequest
     from speculative import Proposal, Rng, Round, Verify
 
 # For each kind of device, the modules that have a subclass of Ops; the fastest one comes first.
@@ -268,7 +268,7 @@ class Ops:
         runner: ModelRunner,
         scheduled: Sequence[ScheduledRequest],
         features: Features | None,
-    ) -> tuple[list[list[int]], Tensor]:
+    ) -> list[Drawn]:
         """The passes of a step, as `ModelRunner.run_rounds` makes them (runner.py)."""
         return runner.run_rounds(scheduled, features)
 

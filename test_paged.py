@@ -156,7 +156,7 @@ class PagedMachine(RuleBasedStateMachine):
         """All that is stored is kept. What was read before is found at once."""
         seq = self.pick(i)
         text = self.texts[seq]
-        self.cache.commit(seq, [*text, 0], 1)
+        self.cache.commit(seq, [*text, 0])
         found, num_cached = self.cache.open([*text, 0])
         assert num_cached == len(text) // S * S
         self.cache.free(found)
@@ -235,7 +235,7 @@ def last_logits(
     seq, num_cached = cache.open(tokens)
     metadata = cache.extend([(seq, tokens[num_cached:])])
     logits = llama(torch.tensor(tokens[num_cached:]), metadata, slice(-1, None))
-    cache.commit(seq, [*tokens, 0], 1)
+    cache.commit(seq, [*tokens, 0])
     return logits[0], num_cached, seq
 
 
@@ -265,7 +265,7 @@ def stored(cache: PagedCache, tokens: list[int]) -> int:
     """A new sequence with these tokens."""
     seq, num_cached = cache.open(tokens)
     cache.extend([(seq, tokens[num_cached:])])
-    cache.commit(seq, [*tokens, 0], 1)
+    cache.commit(seq, [*tokens, 0])
     return seq
 
 
@@ -288,11 +288,11 @@ def test_what_may_be_truncated_is_not_found_yet():
     assert cache.open(list(range(9)))[1] == 0  # drafts, perhaps
     seq, _ = cache.open([0])
     cache.extend([(seq, list(range(8)))])
-    cache.commit(seq, [0, 1, 2, 3, 4, 5, 50], 1)  # 6 and 7 were rejected
+    cache.commit(seq, [0, 1, 2, 3, 4, 5, 50])  # 6 and 7 were rejected
     cache.extend([(seq, [50, 51])])
     corrected = [0, 1, 2, 3, 4, 5, 50, 51, 0]
     assert cache.open(list(range(9)))[1] == 4 and cache.open(corrected)[1] == 4
-    cache.commit(seq, corrected, 1)
+    cache.commit(seq, corrected)
     assert cache.open(corrected)[1] == 8
 
 
