@@ -45,8 +45,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from devices import free_memory, send
 from errors import UserError
-from kernels import Ops, free_memory, ops_for, send
+from kernels import Ops, ops_for
 from quant import KEY_GROUP, Bits, from_int4, from_int8, int4, int8
 
 if TYPE_CHECKING:

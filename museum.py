@@ -50,9 +50,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from automaton import Grammars
 from batcher import Batcher
 from drafters import Chain, ModelDrafter
-from grammar import Grammars
 from kernels import Ops
 from kvcache import KVSpec, SequenceSlice, Store, pack_metadata
 from paged import BlockPool, PagedCache
@@ -333,8 +333,8 @@ ROOMS: dict[str, list[Exhibit]] = {
             "a rejected draft is kept, because the count is off by one",
             "a word was dropped, and the words after it were kept",
             verify_block,
-            "count_to_last(stands)",
-            "(count_to_last(stands) + 1).minimum((drafted >= 0).sum(1))",
+            "count_to_last(passed)",
+            "(count_to_last(passed) + 1).minimum((drafted >= 0).sum(1))",
             distribution_by_enumeration,
         ),
         Exhibit(
@@ -438,8 +438,8 @@ ROOMS: dict[str, list[Exhibit]] = {
             "verification does not apply the grammar's masks",
             "drafts that the grammar forbids were accepted",
             Round.probabilities,
-            "logits = self.masks.apply(logits, rows, depth)",
-            "self.masks.apply(logits.clone(), rows, depth)",
+            "logits = self.masks.apply(logits, owners, depths)",
+            "self.masks.apply(logits.clone(), owners, depths)",
             distribution_with_grammar,
         ),
         Exhibit(

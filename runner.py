@@ -31,10 +31,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from automaton import Grammars
+from devices import live_graphs, send
 from drafters import Drafter, SelfDrafter
 from gamma import AutoGamma
-from grammar import Grammars, GrammarState
-from kernels import live_graphs, send
+from grammar import GrammarState
 from kvcache import Cache
 from model import Features, Llama
 from request import Request, RoundStats, Speculation
@@ -311,7 +312,7 @@ class ModelRunner:
         with named_as_draft():
             proposal = self.drafter.propose(round) if has_drafts else round.no_drafts()
         if round.masks is not None:  # begin to fill the grammars' masks for the rows of the drafts
-            round.masks.push_all(proposal.tokens.tolist())
+            round.masks.push_all(proposal.tokens.T.tolist())
         logits = self._run_target(scheduled, rounds, proposal, features)
         if not rounds:
             return [], logits
@@ -387,10 +388,12 @@ class ModelRunner:
             unmasked = logits.clone()  # masks are applied in place
         counts = [len(item.logits) for item in rounds]
         owners: list[int] = []  # the request of each row
+        depths: list[int] = []  # the drafts before it
         for b, count in enumerate(counts):
             owners += [b] * count
+            depths += range(count)
         # The rows of prompts, which come after those of rounds, are not sampled.
-        probs = round.probabilities(logits[: len(owners)], owners)  # [·, V]
+        probs = round.probabilities(logits[: len(owners)], owners, depths)  # [·, V]
         if min(counts) < round.width:
             return pad_sequence(probs.split(counts), batch_first=True), unmasked
         return probs.unflatten(0, (-1, round.width)), unmasked

@@ -18,12 +18,12 @@ from safetensors.torch import load_file, save_file
 
 import generate as page
 import loading
+from automaton import Grammars
 from checkpoint.formats import Quantization
 from checkpoint.hub import find_model
 from checkpoint.weights import weight_bytes
 from errors import UserError
 from generate import Engine, generate, plain_loop, stream
-from grammar import Grammars
 from kernels import Ops
 from kvcache import CacheFull
 from loading import DRAFTS, Draft, Model, load_draft

@@ -30,9 +30,11 @@ from testing.worlds import RULES
 from tokenizer import Tokenizer
 
 pytest.importorskip("llguidance", reason="requirements-extra.txt is not installed")
+import automaton
 import bounds
 import grammar as grammar_page
-from grammar import Grammars, GrammarState, Masks, forbid
+from automaton import Grammars
+from grammar import GrammarState, Masks, forbid
 from settings import MAX_GRAMMAR, Grammar, Options
 
 GRAMMARS = grammars()
@@ -86,7 +88,7 @@ def test_a_mask_holds_the_tokens_that_spell_what_may_follow(vocabularies, texts,
         for _ in range(data.draw(st.integers(0, 3))):
             draft = data.draw(st.sampled_from([*check_mask(drafted), 5]))
             state.push(draft)
-            if state.is_lost:
+            if state.drafts_ended:
                 break
             drafted += spelled[draft]
         state.settle([])
@@ -110,11 +112,11 @@ def test_an_error_in_the_worker_is_one_of_the_round():
     masks = Masks([request], 2, 4)
     masks.bits = masks.bits[:0]  # no room for the first mask
     masks.start()
-    masks.works[0].exception()
+    masks.tasks[0].exception()
     masks.bits = torch.full((2, 1), -1, dtype=torch.int32)
     masks.push_all([[0]])
     with pytest.raises(ValueError):
-        masks.apply(torch.zeros(2, 4), [0, 0], 0)
+        masks.apply(torch.zeros(2, 4), [0, 0], [0, 1])
 
 
 def test_a_state_survives_its_drafts():
@@ -135,7 +137,7 @@ def test_texts_without_a_grammar_need_no_masks():
     assert Round([free, free], [0, 0], Drawing(4), target=Place()).masks is None
     masks = Masks([free, masked], 1, 4)
     logits = torch.zeros(5, 4)
-    assert masks.apply(logits, [0, 0], 0) is logits and not masks.works
+    assert masks.apply(logits, [0, 0], [0, 1]) is logits and not masks.tasks
 
 
 # ---- With drafts
@@ -411,7 +413,7 @@ BOUNDS = [  # what is compiled; what is one more than that; what is told of it
 def test_a_grammar_is_bounded_before_it_is_compiled(within, beyond, told, model, monkeypatch):
     """At the bound it compiles: however deep it is, it does not fill the thread's stack."""
     model.grammars.compile(Settings(**within).follows)
-    monkeypatch.setattr(grammar_page, "lark_of", lambda grammar: pytest.fail("compiled"))
+    monkeypatch.setattr(automaton, "lark_of", lambda grammar: pytest.fail("compiled"))
     with pytest.raises(UserError, match=f"{told}.* at most [0-9,]+ are compiled; shorten it$"):
         model.grammars.compile(Settings(**beyond).follows)
 
@@ -444,7 +446,7 @@ def test_slow_masks_end_their_text_and_no_other(model, monkeypatch):
         return requests
 
     monkeypatch.setattr(grammar_page, "SLOW_STEP", 0.0)
-    monkeypatch.setitem(grammar_page.LIMITS, "step_max_items", 2000)
+    monkeypatch.setitem(automaton.LIMITS, "step_max_items", 2000)
     free, slow, other = texts(0.0)
     assert slow.finish_reason == "error" and "too much work for a mask" in slow.error
     assert len(new_tokens(slow)) <= 3  # the first masks are not timed
@@ -493,10 +495,10 @@ def test_so_many_grammars_stay_compiled(model):
         return model.grammars.compile(Grammar("regex", f"a{i}"))
 
     first, second = compiled(0), compiled(1)
-    for i in range(2, grammar_page.REMEMBERED):
+    for i in range(2, automaton.REMEMBERED):
         compiled(i)
     assert compiled(0) is first
-    compiled(grammar_page.REMEMBERED)
+    compiled(automaton.REMEMBERED)
     assert compiled(0) is first and compiled(1) is not second
 
 

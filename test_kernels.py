@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._pytree import tree_map_only
 
-import kernels
+import devices
 import sampling
 from conftest import examples
 from flash import Flash, triton
@@ -243,7 +243,7 @@ class Contract:
 
     @pytest.fixture(autouse=True)
     def short_tiles(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("kernels.DEQUANTIZED_TILE", 1024)
+        monkeypatch.setattr("quant.DEQUANTIZED", 1024)
 
     def on(self, x: Any) -> Any:
         """x, or the tensors in it, on the device."""
@@ -815,5 +815,5 @@ def test_flash_compiles_for_a_gpu_that_is_not_there(monkeypatch):
 
 def test_memory_where_there_is_no_proc(monkeypatch):
     """On macOS: a share of it must be a size, not a share of the largest number."""
-    monkeypatch.setattr(kernels, "Path", lambda name: Path("/no/such/file"))
-    assert 1e8 < kernels.free_memory(torch.device("cpu")) < 1e14
+    monkeypatch.setattr(devices, "Path", lambda name: Path("/no/such/file"))
+    assert 1e8 < devices.free_memory(torch.device("cpu")) < 1e14

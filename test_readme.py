@@ -10,6 +10,7 @@ from importlib.util import find_spec
 
 import pytest
 
+import automaton
 import bounds
 import grammar
 import settings
@@ -88,8 +89,8 @@ def test_the_table_of_bounds_is_that_of_the_code():
             bounds.MAX_REMAINDERS,
         ],
         [server.MAX_COMPILING, server.COMPILE_SECONDS],
-        [grammar.LIMITS["step_max_items"], 1000 * grammar.SLOW_MASK, 1000 * grammar.SLOW_STEP],
-        [grammar.REMEMBERED],
+        [automaton.LIMITS["step_max_items"], 1000 * grammar.SLOW_MASK, 1000 * grammar.SLOW_STEP],
+        [automaton.REMEMBERED],
         [sandbox.SECONDS, sandbox.LONGEST],
         [server.MAX_WATCHERS],
     ]

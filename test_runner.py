@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import runner as runner_page
+from devices import live_graphs
 from drafters import ModelDrafter, NgramDrafter, SelfDrafter
 from errors import UserError
 from gamma import MEASURED, PLAIN, TRIAL
 from generate import Engine
-from kernels import Ops, live_graphs
+from kernels import Ops
 from kvcache import KVCache, KVSpec
 from loading import Model, load_draft
 from paged import PagedCache

@@ -9,9 +9,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
+from automaton import Grammars
 from batcher import Batcher
 from conftest import examples
-from grammar import Grammars
 from kvcache import Cache, KVCache
 from model import Llama
 from paged import PagedCache

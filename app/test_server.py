@@ -35,9 +35,9 @@ from app.asgi import HttpError
 from app.fields import MAX_BRACKETS, ChatBody
 from app.metrics import Metrics
 from app.openai import Offer
+from automaton import Grammars
 from errors import UserError
 from generate import Engine, generate
-from grammar import Grammars
 from loading import Model
 from request import OutputStream, Request, Result, RoundStats, Settings
 from serve import Answer, BatchServer, Unavailable

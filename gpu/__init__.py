@@ -81,7 +81,7 @@ def run_empty_step(llama: Llama, cache: Cache, shape: tuple[int, int], splits: i
     metadata.backend["longest"] = splits * tuning.LEAST_KEYS
     if isinstance(llama, EagleHead):
         features = llama.target.empty_features(llama.feature_layers, B * each).values.zero_()
-        return llama.logits(llama.forward((llama.combine(features), tokens), metadata))
+        return llama.logits(llama.forward(llama.combine(features), tokens, metadata))
     return llama.forward(tokens, metadata, None)
 
 
@@ -192,16 +192,15 @@ class GPU(Ops):
     def forward(
         self,
         llama: Llama,
-        inputs: Any,
+        tokens: Tensor,
         metadata: AttentionMetadata,
         logits_indices: Tensor | slice | None = None,
         features: Features | None = None,
     ) -> Tensor:
-        is_head = isinstance(llama, EagleHead)  # its rows are not recorded
-        if not self.records or is_head or not is_readable(metadata.cache):
-            return super().forward(llama, inputs, metadata, logits_indices, features)
+        if not self.records or not is_readable(metadata.cache):
+            return super().forward(llama, tokens, metadata, logits_indices, features)
         passes = recordings(graphs.Passes, llama, metadata.cache)
-        return passes(inputs, metadata, logits_indices, features)
+        return passes(tokens, metadata, logits_indices, features)
 
     def chain(self, chain: Chain, round: Round) -> Proposal:
         """The drafts of a model by one graph, unless a sequence has more than two unread tokens, or

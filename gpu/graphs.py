@@ -36,8 +36,8 @@ from weakref import proxy
 import torch
 from torch import Tensor
 
+from devices import live_graphs
 from gpu.tuning import FEW
-from kernels import live_graphs
 from kvcache import AttentionMetadata, SequenceSlice
 from settings import SETTINGS
 from speculative import Proposal

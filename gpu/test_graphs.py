@@ -21,13 +21,14 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 from triton.runtime.interpreter import InterpretedFunction
 
 from app.launch import joined
+from automaton import Grammars
 from checkpoint.config import Config
 from drafters import ModelDrafter
 from errors import UserError
 from gpu import GPU, graphs
 from gpu.graphs import rounded
 from gpu.testing import DEVICE, LAUNCH, Kernels, record, recorded
-from grammar import Grammars, GrammarState
+from grammar import GrammarState
 from kernels import Ops, ops_for
 from kvcache import AttentionMetadata, Cache, KVCache, KVSpec, SequenceSlice
 from model import Llama
@@ -270,7 +271,7 @@ def test_drafts_beside_a_grammar_are_made_one_by_one_with_its_masks():
     assert b"".join(spelled[id] for id in drafted[1].tolist()) in (b"ACD", b"ACE", b"BCD", b"BCE")
     assert q[1].count_nonzero(-1).tolist() == [2, 1, 2, 0]
     assert q[0, :-1].count_nonzero(-1).min() > 9
-    round.masks.works[-1].result()  # the worker has read the last draft, too
+    round.masks.tasks[-1].result()  # the worker has read the last draft, too
     assert requests[1].grammar_state.num_drafts == 3
 
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import bench
+from automaton import Grammars
 from checkpoint.weights import weight_bytes
-from grammar import Grammars
 from kernels import Ops
 from measure import (
     clock,

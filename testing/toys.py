@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from automaton import Grammars
 from drafters import Drafter, ModelDrafter, NgramDrafter, SelfDrafter
-from grammar import Grammars
 from kernels import Ops
 from kvcache import KVCache, KVSpec
 from model import Llama
