@@ -289,24 +289,11 @@ def test_some_rows_of_an_rng_draw_what_they_draw_beside_the_others():
 
 
 def test_edges_of_the_uniform(monkeypatch):
-    for u, dtype in product((0.0, 2.0**-52, 1 - 2.0**-52), (torch.float32, torch.float64)):
-        constant = torch.tensor(u, dtype=torch.float64)
-        monkeypatch.setattr(sampling, "uniform", lambda bits: constant.expand(bits.shape).clone())
-        rng = Keyed(torch.tensor([1]), torch.tensor([1]))
-        accepted = rng.accept(torch.tensor([[0.0, 1.0]], dtype=dtype))
-        assert accepted.tolist() == [[False, True]]  # u < prob, strictly: also for u = 0
-        for probs, only in (
-            ([0.0, 1.0, 0.0], 1),
-            ([1.0, 0.0, 0.0], 0),
-            ([0.0, 0.0, 1e-38], 2),
-            ([0.0, 0.4, 0.6], 2),
-        ):
-            assert rng.pick(torch.tensor([probs], dtype=dtype)).item() == only
-
-
-def test_extreme_bits_give_a_uniform_below_1_and_finite_noise(monkeypatch):
+    """Whatever the bits: u is below 1, and strictly below what is accepted, also if it is 0; the
+    noise is finite."""
     for bits, u in (
         (0, 0.0),
+        (2**12, 2.0**-52),
         (-1, 1 - 2.0**-52),
         (-(2**63), 0.5),
         (2**63 - 1, 0.5 - 2.0**-52),
@@ -314,9 +301,14 @@ def test_extreme_bits_give_a_uniform_below_1_and_finite_noise(monkeypatch):
         monkeypatch.setattr(sampling, "mix", lambda z: torch.full_like(z, bits))
         rng = Keyed(torch.tensor([5]), torch.tensor([6]))
         assert pick_uniforms(rng, 3).tolist() == [[u] * 3]
-        assert rng.pick(torch.tensor([[0.0, 0.3, 0.7]])).item() == 2
         noise = sampling.exponential(rng.streams, 3)
         assert 0 < noise.min() and noise.isfinite().all() and noise.dtype == torch.float64
+        for dtype in (torch.float32, torch.float64):
+            accepted = rng.accept(torch.tensor([[0.0, 1.0]], dtype=dtype))
+            assert accepted.tolist() == [[False, True]]
+            probs = [[0, 1, 0], [1, 0, 0], [0, 0, 1e-38], [0, 0.4, 0.6]]
+            picked = [rng.pick(torch.tensor([p], dtype=dtype)).item() for p in probs]
+            assert picked == [1, 0, 2, 2]
 
 
 @given(
