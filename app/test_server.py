@@ -73,14 +73,10 @@ def alone(prompt: str = PROMPT, **settings):
 
 
 def test_the_fields_of_settings_make_the_texts_of_generate():
+    """test_fields.py has more, at random."""
     asked = [
-        (dict(), dict()),
         (dict(temperature=0.9, top_p=0.8, seed=3), dict(temperature=0.9, top_p=0.8, seed=3)),
-        (dict(temperature=1, top_k=5, min_p=0.1, seed=4), dict(temperature=1, top_k=5, min_p=0.1)),
-        (dict(temperature=1, top_k=-1, seed=4), dict(temperature=1)),
-        (dict(stop=" a"), dict(stop=" a")),
         (dict(stop=["x", " there"]), dict(stop=["x", " there"])),
-        (dict(max_tokens=3), dict(max_tokens=3)),
         (dict(max_completion_tokens=2, max_tokens=7), dict(max_tokens=2)),
         (dict(stop=None, n=None, logprobs=None, seed=None, user="x", colour=None), dict()),
     ]
