@@ -29,7 +29,7 @@ from testing.toys import END, SPELLING, FourTokens, Letters, Place, grammars, ne
 from testing.worlds import RULES
 from tokenizer import Tokenizer
 
-pytest.importorskip("llguidance", reason="requirements-extra.txt is not installed")
+pytest.importorskip("llguidance", reason="the extra 'server' is not installed")
 import automaton
 import bounds
 import grammar as grammar_page
