@@ -170,15 +170,13 @@ def test_qwens_texts_get_their_normal_form(tmp_path, name):
 
 
 def test_a_gguf_tells_what_its_folder_tells(tmp_path):
-    """Greedy texts, alone and in a batch, with a draft in GGUF, with quantized keys and values."""
+    """Greedy texts, with a draft in GGUF; rounded weights, keys and values."""
     target = tiny_gguf(tmp_path / "tiny.gguf")
     draft = tiny_gguf(tmp_path / "draft.gguf", "tiny-draft")
     prompts = ["Once upon a time", "Tom had a red ball."]
     how = dict(temperature=0, max_tokens=20, dtype=torch.float64)
     wanted = [result.text for result in generate(prompts, "tiny", **how)]
-    assert [result.text for result in generate(prompts, target, **how)] == wanted
     assert [r.text for r in generate(prompts, target, draft=draft, gamma=3, **how)] == wanted
-    assert [r.text for r in generate(prompts, target, draft="tiny-draft", gamma=3, **how)] == wanted
     assert Tokenizer.load(target).difference(Tokenizer.load(ROOT / "models" / "tiny")) is None
     rounded = [r.text for r in generate(prompts, "tiny", bits=8, kv_bits=8, **how)]
     assert [r.text for r in generate(prompts, target, bits=8, kv_bits=8, **how)] == rounded
