@@ -386,7 +386,7 @@ def test_the_fields_keep_their_meaning():
         (
             openai,
             "read_settings",
-            lambda body, tools, offer: Settings(temperature=0, seed=0, max_tokens=8),
+            lambda body, offer: Settings(temperature=0, seed=0, max_tokens=8),
             test_the_fields_of_settings_make_the_texts_of_generate,
         ),
         (openai, "finite", abs, test_logprobs_are_those_of_the_command_line),

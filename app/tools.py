@@ -23,7 +23,10 @@ Not covered: other forms ([TOOL_CALLS], Python's notation, arguments before the 
 """
 
 import json
-from collections.abc import Collection
+import os
+import re
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from uuid import uuid4
@@ -31,26 +34,22 @@ from uuid import uuid4
 import regex  # it matches texts that break off amid a pattern; `re` does not
 
 from app.fields import FUNCTION_NAME, Function
+from errors import brief
 
-# The head of a call, up to its arguments. ␣ is white space (see `pattern`).
-HEAD = (
-    r'\{␣(?:"type"␣:␣"function"␣,␣)?'
-    rf'"name"␣:␣"(?P<name>{FUNCTION_NAME})"␣,␣"(?:arguments|parameters)"␣:␣(?=\{{)'
-)
+# Parts of a call. ␣ is white space (see `pattern`).
+PAIR = r'"(?:id|type|index)"␣:␣(?:"[^"\\]{0,99}"|\w{1,32})'
 LEXEME = regex.compile(r'(?s)[^"{}\\]+|\\.|["{}]')  # of JSON, as far as its end depends on it
+DECODER = json.JSONDecoder(strict=False)
 # Spaces as in the templates. If white space were free, a small model might write nothing else.
 SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+NO_TOOLS = "leave it out, or serve a model whose chat template has tools"
+MOST_SPACE = regex.compile(r"\s{100}")  # in a call that is held back
 
-
-class CallFormat(NamedTuple):
-    """How a model writes a call."""
-
-    opening: regex.Pattern  # the tag, if there is one, and the head
-    closing: regex.Pattern  # what follows the arguments
-    arguments: str  # the name of the arguments
-    is_tagged: bool
-    call: str  # a rule in Lark: a call
-    text: str  # a terminal in Lark: a text that calls nothing
+# A conversation to ask templates with: texts that none of them has.
+NAME, KEY, VALUE, ID, TEXT = "zqname", "zqkey", "zqvalue", "zqcall00", "zqtext"
+PARAMETERS = {"type": "object", "properties": {KEY: {"type": "string", "description": KEY}}}
+DECLARED = {"name": NAME, "description": NAME, "parameters": PARAMETERS}
+CALLED = {"name": NAME, "arguments": {KEY: VALUE}}
 
 
 def pattern(text: str) -> regex.Pattern:
@@ -59,31 +58,114 @@ def pattern(text: str) -> regex.Pattern:
     return regex.compile(text.replace("␣", r"\s{0,9}"))
 
 
-TAGGED = CallFormat(
-    pattern(f"␣<tool_call>␣{HEAD}"),
-    pattern(r"␣\}␣</tool_call>"),
-    arguments="arguments",
-    is_tagged=True,
-    call='opening "\\n" function "\\n</tool_call>"',
-    text="/(?s:.+)/ & ~/(?s:.*)<tool_call>(?s:.*)/",
+HEAD = pattern(  # of a call, up to its arguments
+    rf'\{{␣(?:{PAIR}␣,␣){{0,3}}"name"␣:␣"(?P<name>{FUNCTION_NAME})"␣,␣'
+    r'"(?:arguments|parameters)"␣:␣(?=\{)'
 )
-BARE = CallFormat(
-    pattern(rf"^␣(?:<\|python_tag\|>␣)?{HEAD}"),
-    pattern(r"␣\}"),
-    arguments="parameters",
-    is_tagged=False,
-    call="function",
-    text=r"/\s*[^{\s](?s:.*)/",
-)
+END = pattern(rf"(?:␣,␣{PAIR}){{0,3}}␣\}}")  # of a call, behind its arguments
 
 
-def call_format(template: str) -> CallFormat | None:
-    """How a model with this chat template writes calls; None: in none of these forms."""
-    if "<tool_call>" in template:
-        return TAGGED
-    if regex.search(r'"parameters\\?": ', template):
-        return BARE
+class CallFormat(NamedTuple):
+    """How a model writes a call: text around the name of the function and its arguments."""
+
+    before: str
+    between: str
+    after: str
+    is_name_first: bool
+    opening: str  # the tag in `before`, or nothing
+    closing: str  # the tag in `after`, or nothing
+    separator: str | None  # between two calls; None: a message of its template has one call
+
+    def call(self, name: str, arguments: str, before: str) -> str:
+        """A rule in Lark. arguments: in Lark."""
+        if self.is_name_first:
+            texts = before + name + self.between, self.after
+        else:
+            texts = before, self.between + name + self.after
+        return f"{json.dumps(texts[0])} {arguments} {json.dumps(texts[1])}"
+
+
+def call_format(lay_out: Callable[..., str], control: Collection[str]) -> CallFormat | str:
+    """How a chat template writes the calls of an earlier answer; a text: why they are not read.
+    lay_out: the text that it makes of a conversation, or nothing if it fails. control: tokens that
+    no text spells."""
+
+    def answered(content: str, num_calls: int = 0) -> str:
+        calls = [
+            {"id": f"{ID}{n}", "type": "function", "function": CALLED} for n in range(num_calls)
+        ]
+        said = {"role": "assistant", "content": content}
+        said |= {"tool_calls": calls} if calls else {}
+        tools = [{"type": "function", "function": DECLARED}]
+        return lay_out([{"role": "user", "content": "zqasked"}, said], tools=tools)
+
+    plain = answered(TEXT)
+    once = answered("", 1)
+    head = os.path.commonprefix([plain, once])
+    written = once[len(head) :]
+    if NAME not in plain + once:
+        return NO_TOOLS
+    shown = brief(written.replace(NAME, "NAME").replace(KEY, "A").replace(VALUE, "B"), 100)
+    unread = f"the chat template writes calls as {shown!r}, which is not read here; leave it out"
+    if NAME not in written:
+        return "the chat template shows no call of an earlier answer as a model; leave it out"
+    foot = os.path.commonprefix([plain[::-1], written[::-1]])
+    written = written[: len(written) - len(foot)]
+    for token in control:
+        written = written.partition(token)[0]
+    span = find_call(written)
+    if span is None or ID in written:
+        return unread
+    call = written.strip()
+    start = call.rindex("{", 0, call.index(KEY))
+    _, end = DECODER.raw_decode(call, start)
+    arguments = call[start:end]
+    is_name_first = call.index(NAME) < start
+    marks = (NAME, arguments) if is_name_first else (arguments, NAME)
+    before, _, rest = call.partition(marks[0])
+    between, _, after = rest.partition(marks[1])
+    parts = answered("", 2).split(call)
+    separator = parts[1] if len(parts) == 3 else None
+    if separator is not None and any(token in separator for token in control):
+        separator = None
+    tags = written[: span[0]].strip(), written[span[1] :].strip()
+    return CallFormat(before, between, after, is_name_first, *tags, separator)
+
+
+def find_call(text: str) -> tuple[int, int] | None:
+    """Where the JSON of the marked call begins and ends; None: it is written in another way."""
+    for match in re.finditer(r"[\[{]", text):
+        with suppress(ValueError):
+            _, end = DECODER.raw_decode(text, match.start())
+            if calls_in(text[match.start() : end], {NAME}) == [(NAME, json.dumps({KEY: VALUE}))]:
+                return match.start(), end
     return None
+
+
+def calls_in(text: str, names: Collection[str]) -> list[tuple[str, str]] | None:
+    """The functions that JSON calls, and their arguments: objects, or lists of them, with keys in
+    any order. None: it is something else, or calls another function."""
+    found = []
+    place = 0
+    try:
+        while place < len(text.rstrip()):
+            place = regex.compile(r"[\s,;]*").match(text, place).end()
+            value, place = DECODER.raw_decode(text, place)
+            found += value if isinstance(value, list) else [value]
+        return [as_call(value, names) for value in found]
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
+        return None
+
+
+def as_call(value: dict[str, Any], names: Collection[str]) -> tuple[str, str]:
+    """The name and the arguments of a call. AttributeError, KeyError, TypeError or ValueError if it
+    is none."""
+    arguments = value.get("arguments", value.get("parameters"))
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    if value["name"] not in names or not isinstance(arguments, dict | None):
+        raise ValueError("no call of a declared function")
+    return value["name"], json.dumps(arguments or {}, ensure_ascii=False)
 
 
 class Tools(NamedTuple):
@@ -114,10 +196,19 @@ class CallReader:
         self.names = names
         self.num_calls = 0
         self._rest = ""  # the end of the text, which is not divided yet
+        self._held = ""  # what came before it, and belongs to the next call, if it is one
         self._read_next = self._read_content  # the state: the method for what comes next
         self._is_first = True  # no content since the beginning, or since the last call
         self._depth = 0  # braces that are open in the arguments
         self._in_string = False
+        opening = pattern(rf"␣{regex.escape(form.opening)}␣(?=[\[{{])")
+        bare = pattern(r"^␣(?:<\|python_tag\|>␣)?(?=[\[{])")
+        self._opening = opening if form.opening else bare
+        then = rf"|{opening.pattern}" if form.opening else ""
+        self._next = pattern(r"^␣[,;]?␣(?=\{)" + then)  # behind a call
+        self._closing = pattern(rf"␣{regex.escape(form.closing)}" if form.closing else "")
+        # A call that is not written as `HEAD` has it; a text that is JSON may be an answer, though.
+        self._block = pattern(r"[\[{]" if form.opening else r'\[␣\{␣"name"|\{␣"(?:arg|param)')
 
     @property
     def has_called(self) -> bool:
@@ -140,34 +231,51 @@ class CallReader:
     # Each of these takes the beginning of the rest, and returns whether to go on.
 
     def _read_content(self, delta: Delta, is_last: bool) -> bool:
-        """Read the content before the next call, and the head of that call."""
+        """Read the content before the next call, and what opens that call."""
         match = None
-        if self._is_first or self.form.is_tagged:
-            match = self.form.opening.search(self._rest, partial=not is_last)
+        if self._is_first or self.form.opening:
+            is_next = self._is_first and self.num_calls > 0
+            opening = self._next if is_next else self._opening
+            match = opening.search(self._rest, partial=not is_last)
         content = self._take(len(self._rest) if match is None else match.start())
         is_between_calls = content.isspace() and self._is_first and self.num_calls > 0
         if content and not is_between_calls:
             self._add_content(delta, content)
         if match is None or match.partial:
             return False
-        head = self._take(len(match[0]))
-        is_one_too_many = self.num_calls > 0 and not self.form.is_tagged
-        if match["name"] not in self.names or is_one_too_many:
-            self._add_content(delta, head)
-            return True
-        delta.calls[self.num_calls] = {
-            "index": self.num_calls,
-            "id": f"call_{uuid4().hex}",
-            "type": "function",
-            "function": {"name": match["name"], "arguments": ""},
-        }
-        self.num_calls += 1
-        self._read_next = self._read_arguments
+        self._held = self._take(len(match[0]))
+        self._read_next = self._read_head
         return True
 
     def _add_content(self, delta: Delta, content: str) -> None:
         delta.content += content
         self._is_first = False
+        self._read_next = self._read_content
+
+    def _read_head(self, delta: Delta, is_last: bool) -> bool:
+        """Read a call up to its arguments, so that these can be told as they come."""
+        match = HEAD.match(self._rest, partial=not is_last)
+        if match is not None and match.partial:
+            return False
+        if match is None:
+            self._read_next = self._read_block
+            return True
+        head = self._take(len(match[0]))
+        if match["name"] in self.names:
+            self._begin(delta, match["name"])
+            self._read_next = self._read_arguments
+        else:
+            self._add_content(delta, self._held + head)
+        return True
+
+    def _begin(self, delta: Delta, name: str, arguments: str = "") -> None:
+        delta.calls[self.num_calls] = {
+            "index": self.num_calls,
+            "id": f"call_{uuid4().hex}",
+            "type": "function",
+            "function": {"name": name, "arguments": arguments},
+        }
+        self.num_calls += 1
 
     def _read_arguments(self, delta: Delta, is_last: bool) -> bool:
         """Read up to the brace that closes the arguments."""
@@ -179,7 +287,7 @@ class CallReader:
             elif not self._in_string:
                 self._depth += {"{": 1, "}": -1}.get(word[0], 0)
             if self._depth == 0:
-                self._read_next = self._read_closing
+                self._read_next = self._read_end
                 break
         if is_last and self._depth > 0:
             size = len(self._rest)  # the text was cut behind a backslash
@@ -188,49 +296,97 @@ class CallReader:
         part["function"]["arguments"] += self._take(size)
         return self._depth == 0
 
+    def _read_block(self, delta: Delta, is_last: bool) -> bool:
+        """Read the JSON of calls as a whole: their keys may be in any order. What is none is
+        content from its first bracket on."""
+        match = self._block.match(self._rest, partial=not is_last)
+        if match is not None and match.partial:
+            return False
+        size, is_whole = self._block_size()
+        calls = None
+        if match is not None and not MOST_SPACE.search(self._rest, 0, size):
+            if not (is_whole or is_last):
+                return False
+            calls = calls_in(self._rest[:size], self.names)
+        if calls is None:
+            self._add_content(delta, self._held + self._take(1))
+            return True
+        self._take(size)
+        for name, arguments in calls:
+            self._begin(delta, name, arguments)
+        self._read_next = self._read_closing
+        return True
+
+    def _block_size(self) -> tuple[int, bool]:
+        """Of the JSON before a closing tag or, without tags, of the first value; and whether it has
+        come."""
+        size = len(self._rest)
+        if self.form.closing:
+            end = self._rest.find(self.form.closing)
+            return (size, False) if end < 0 else (end, True)
+        try:
+            return DECODER.raw_decode(self._rest)[1], True
+        except (RecursionError, ValueError):
+            return size, False
+
+    def _read_end(self, delta: Delta, is_last: bool) -> bool:
+        """Read what follows the arguments in their call. A spoilt call is over without it."""
+        return self._skip(END, self._read_closing, is_last)
+
     def _read_closing(self, delta: Delta, is_last: bool) -> bool:
-        """Read what ends a call, if it is there: a spoilt call is over without it."""
-        match = self.form.closing.match(self._rest, partial=True)
+        """Read the tag that ends a call, if it is there: one more may follow in the same tag."""
+        self._is_first = True
+        return self._skip(self._closing, self._read_content, is_last)
+
+    def _skip(self, what: regex.Pattern, then: Callable[..., bool], is_last: bool) -> bool:
+        """Read over what may come next, and what comes after that."""
+        match = what.match(self._rest, partial=True)
         if match is not None and match.partial and not is_last:
             return False
         self._take(0 if match is None else match.end())
-        self._is_first = True
-        self._read_next = self._read_content
+        self._read_next = then
         return True
 
 
 # ---- Writing -----------------------------------------------------------------------------------
 
 
-def call_grammar(tools: Tools) -> str | None:
+def call_grammar(tools: Tools, answer: str | None = None) -> str | None:
     """A grammar, in Lark, of texts that call none but these functions; None if a text is free.
 
-    Arguments follow their schema if a text must call, or if the function is strict. Where a text
-    need not call, its content has no `<tool_call>` or, in the form without tags, no { at its start.
+    answer: a grammar, in Lark, of a text that calls nothing; None: it may be any text, but has no
+    opening tag or, in the form without tags, does not begin like a call. Arguments follow their
+    schema if a text must call, or if the function is strict.
     """
     is_strict = any(function.strict for function in tools.functions)
-    if not (tools.must_call or is_strict) and tools.is_parallel:
+    is_any = answer is None
+    if is_any and not (tools.must_call or is_strict) and tools.is_parallel:
         return None
     form = tools.form
-    has_several = tools.is_parallel and form.is_tagged
-    if tools.must_call:
-        start = 'call ("\\n" call)*' if has_several else "call"
-        opening = ': "<tool_call>"'
-    else:
-        start = "call* TEXT?" if has_several else "call | TEXT?"
-        opening = "[lazy]: /(?s:.*)<tool_call>/"  # after any text
+    tag = re.escape(form.opening).replace("/", r"\/")
+    several = "call"
+    if tools.is_parallel and form.separator is not None:
+        several = f"call ({json.dumps(form.separator)} call)*"
+    start = several if tools.must_call else f"{several} | answer?"
+    before = form.before
+    rules = []
+    if form.opening and is_any and not tools.must_call:  # a call comes after any text
+        before = before.removeprefix(form.opening)
+        rules.append(rf"opening[lazy]: /(?s:.*){tag}/")
+        start = "call* answer?" if tools.is_parallel else start
+    text = rf"/\s*[^{form.before[:1]}\s](?s:.*)/"
+    if form.opening:
+        text = rf"/(?s:.+)/ & ~/(?s:.*){tag}(?s:.*)/"
     names = [f"function_{n}" for n in range(len(tools.functions))]
-    rules = [
+    rules += [
         f"start: {start}",
-        f"call: {form.call}",
-        f"opening{opening}",
-        f"TEXT: {form.text}",
-        f"function: {' | '.join(names)}",
+        f"call: {'opening ' if rules else ''}({' | '.join(names)})",
+        "answer: TEXT" if is_any else f"answer: %lark {{\n{answer}\n}}",
+        f"TEXT: {text}",
     ]
     for name, function in zip(names, tools.functions):
-        head = json.dumps(f'{{"name": "{function.name}", "{form.arguments}": ')
         schema = {"x-guidance": SPACES, "type": "object"}
         if tools.must_call or function.strict:
             schema |= function.parameters
-        rules.append(f'{name}: {head} %json {json.dumps(schema)} "}}"')
+        rules.append(f"{name}: {form.call(function.name, f'%json {json.dumps(schema)}', before)}")
     return "\n".join(rules)

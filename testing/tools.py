@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+from app.tools import CallFormat
 from testing.pages import ROOT
 
 POINT = {  # as pydantic writes it
@@ -27,7 +28,8 @@ TEMPLATES = {
     False: """\
 {% if tools %}{"name": function, "parameters": object}{{ tools[0] | tojson(indent=1) }}{% endif %}
 {% for message in messages %}{{ message.role }}: {{ message.content }}
-{% if message.tool_calls %}{{ message.tool_calls[0].function | tojson }}
+{% if message.tool_calls %}{% set call = message.tool_calls[0].function %}
+{"name": "{{ call.name }}", "parameters": {{ call.arguments | tojson }}}
 {% endif %}
 {% endfor %}
 """,
@@ -49,3 +51,17 @@ def with_tools(folder: Path, is_tagged: bool) -> Path:
     shutil.copytree(ROOT / "models" / "tiny", folder)
     (folder / "chat_template.jinja").write_text(TEMPLATES[is_tagged])
     return folder
+
+
+def form_of(name: str, tag: str = "", separator: str | None = None) -> CallFormat:
+    """The form of calls whose arguments have this name, in a tag or without one."""
+    opening, closing = (f"<{tag}>", f"</{tag}>") if tag else ("", "")
+    around = (f"{opening}\n", f"\n{closing}") if tag else ("", "")
+    before = around[0] + '{"name": "'
+    return CallFormat(
+        before, f'", "{name}": ', "}" + around[1], True, opening, closing, separator=separator
+    )
+
+
+TAGGED = form_of("arguments", "tool_call", "\n")  # Qwen's, Hermes'
+BARE = form_of("parameters")  # Llama 3.1's
