@@ -1,4 +1,4 @@
-"""Thoughts are told apart from answers, however these are cut; templates say what tags they have."""
+"""Thoughts are told apart from answers; templates say what their tags are."""
 
 import pytest
 from hypothesis import given
