@@ -359,14 +359,19 @@ def with_calls(
     if follows is not None:
         try:
             check_bounds(follows)
-            lark = lark_of(follows)
+            lark = nested(lark_of(follows))
         except UserError as error:
             raise bad(next(iter(read_schemas(body)), "structured_outputs"), str(error)) from None
     if tools is not None:
         lark = call_grammar(tools, lark)
     if lark is not None and tags is not None:
-        lark = after_thoughts(tags, is_inside, lark)
+        lark = after_thoughts(tags, is_inside, nested(lark))
     return replace(settings, schema=None, regex=None, choice=None, grammar=lark)
+
+
+def nested(lark: str) -> str:
+    """A grammar in Lark, as a part of another one."""
+    return f"%lark {{\n{lark}\n}}"
 
 
 def read_schemas(body: Body) -> Fields:

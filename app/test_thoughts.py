@@ -76,11 +76,12 @@ def test_a_template_says_what_its_thoughts_stand_between(source, tags):
 @needs_llguidance
 @pytest.mark.parametrize("notation", ["regex", "choice", "schema", "grammar"])
 def test_a_grammar_begins_behind_the_thoughts(notation):
+    from app.openai import nested
     from grammar import lark_of
 
     model = Model.load("tiny", "cpu")
     texts = {"regex": "a|b", "choice": ("a", "b"), "grammar": 'start: X\nX: "a" | "b"'}
-    inner = lark_of(Grammar(notation, texts.get(notation, '{"enum": [1]}')))
+    inner = nested(lark_of(Grammar(notation, texts.get(notation, '{"enum": [1]}'))))
     told = "1" if notation == "schema" else "a"
     for is_inside in (True, False):
         lark = after_thoughts(TAGS, is_inside, inner)

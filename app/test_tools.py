@@ -71,14 +71,15 @@ READ: list[tuple[str, str, Calls]] = [  # a text, its content, its calls
     (tag('{"name": "add", "arguments": null}'), "", [("add", "{}")]),
     (tag('{"name": "add"}'), "", [("add", "{}")]),
     (tag(f"[{ADD}, {ADD}]") + tag(ADD), "", READ_ADD * 3),
-    (f"{SWAPPED}; {ADD}", "", READ_ADD * 2),
-    (f"[{ADD}] So", " So", READ_ADD),
+    (SWAPPED, "", READ_ADD),
+    (f"[{ADD}]", "", READ_ADD),
+    (f"[{ADD}] So", f"[{ADD}] So", []),
     # Nearly calls.
     (f"I say {SAY}", f"I say {SAY}", []),
     (OTHER, OTHER, []),
     (f"{tag(OTHER)} {tag(ADD)}", tag(OTHER), [("add", '{"a": 1}')]),
     (f"{ADD}\n{tag(ADD)}", ADD, [("add", '{"a": 1}')]),
-    ('{"name": "add"}', '{"name": "add"}', []),
+    ('{"name": "sub"}', '{"name": "sub"}', []),
     ('{"arguments": {}, "name": "sub"}', '{"arguments": {}, "name": "sub"}', []),
     (tag(f"[{ADD}, {OTHER}]"), tag(f"[{ADD}, {OTHER}]"), []),
     (tag(SWAPPED[:-1]), tag(SWAPPED[:-1]), []),
@@ -91,7 +92,7 @@ READ: list[tuple[str, str, Calls]] = [  # a text, its content, its calls
     (SAY[: SAY.index("\\") + 1], "", [("say", SAID[: SAID.index("\\") + 1])]),
     (tag(ADD)[:-14], "", [("add", '{"a": 1}')]),
     (tag(ADD)[:-3], "", [("add", '{"a": 1}')]),
-    (tag(SPOILT), "}\n</tool_call>", [("add", '{"a": one [}')]),
+    (tag(SPOILT), "}}\n</tool_call>", [("add", '{"a": one [}')]),
 ]
 
 
@@ -162,7 +163,7 @@ def test_it_does_not_matter_how_a_text_is_cut(form, parts, sizes):
     assert divided(form, [*pieces, ""]) == whole
 
 
-@pytest.mark.parametrize("begun", ["", "<tool_call>", '<tool_call>{"name":'])
+@pytest.mark.parametrize("begun", ["", "<tool_call>"])
 def test_white_space_without_an_end_is_not_held_back(begun):
     reader = CallReader(TAGGED, {"add"})
     shown = reader.feed(begun, False).content

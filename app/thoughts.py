@@ -49,9 +49,8 @@ def find_thoughts(lay_out: Callable[..., str], source: str) -> Thoughts | None:
     prompt = lay_out([ASKED], True)
     told = lay_out([ASKED, answer(ANSWER, reasoning_content=THOUGHT)])
     head = lay_out([ASKED, answer(ANSWER)]).partition(ANSWER)[0]
-    found = re.findall(r"(<)/?(\w+)(>)|(\[)/?(\w+)(\])", source)
-    for left, word, right in dict.fromkeys(tag[:3] if tag[0] else tag[3:] for tag in found):
-        tags = Thoughts(left + word + right, f"{left}/{word}{right}")
+    for tag in dict.fromkeys(re.findall(r"<\w+>|\[\w+\]", re.sub(r"([<\[])/", r"\1", source))):
+        tags = Thoughts(tag, f"{tag[0]}/{tag[1:]}")
         opening, closing = map(re.escape, tags)
         past = lay_out([ASKED, answer(f"{tags.opening}{THOUGHT}{tags.closing}{ANSWER}"), ASKED])
         is_around = re.search(rf"{opening}\s*{THOUGHT}\s*{closing}", told)
@@ -71,34 +70,26 @@ class ThoughtReader:
 
     def __init__(self, tags: Thoughts | None, is_inside: bool):
         self._rest = ""  # the end of the text, which is not divided yet
-        self._skips_space = is_inside
-        self._is_before = tags is not None and not is_inside
-        self._is_inside = is_inside
+        self._tags: list[regex.Pattern] = []  # those that are still to come
         if tags is not None:
-            opening, closing = map(regex.escape, tags)
-            self._opening = regex.compile(SPACE + opening)
-            self._closing = regex.compile(SPACE + closing)
+            opening, closing = (SPACE + regex.escape(tag) for tag in tags)
+            self._tags = [regex.compile(rf"^{opening}"), regex.compile(closing)][is_inside:]
+        self._skips_space = is_inside
 
     def feed(self, piece: str, is_last: bool) -> tuple[str, str]:
         """Read the next piece: what is new of the thoughts, and of the answer."""
         self._rest += piece
         thoughts = ""
-        if self._is_before:
-            match = self._opening.match(self._rest, partial=not is_last)
-            if match is not None and match.partial:
-                return "", ""
-            self._is_before = False
-            if match is not None:
-                self._rest = self._rest[match.end() :]
-                self._is_inside = self._skips_space = True
-        if self._is_inside:
-            match = self._closing.search(self._rest, partial=not is_last)
-            size = len(self._rest) if match is None else match.start()
-            thoughts = self._take(size)
+        while self._tags:
+            match = self._tags[0].search(self._rest, partial=not is_last)
+            if match is None and len(self._tags) == 2:
+                self._tags = []  # the answer does not begin with thoughts
+                break
+            thoughts += self._take(len(self._rest) if match is None else match.start())
             if match is None or match.partial:
                 return thoughts, ""
-            self._rest = self._rest[match.end() - match.start() :]
-            self._is_inside = False
+            self._rest = self._rest[len(match[0]) :]
+            self._tags.pop(0)
             self._skips_space = True
         return thoughts, self._take(len(self._rest))
 
@@ -112,15 +103,13 @@ class ThoughtReader:
         return taken
 
 
-def after_thoughts(tags: Thoughts, is_inside: bool, lark: str) -> str:
-    """The grammar, in Lark, of thoughts and then of what another one, in Lark, takes. Where the
-    prompt does not begin the thoughts, the answer need not have any."""
+def after_thoughts(tags: Thoughts, is_inside: bool, answer: str) -> str:
+    """The grammar, in Lark, of thoughts and then of an answer: a part of Lark. Where the prompt
+    does not begin the thoughts, there need not be any."""
     opening, closing = (re.escape(tag).replace("/", r"\/") for tag in tags)
     thoughts = "thoughts SPACE" if is_inside else "(OPENING thoughts SPACE)?"
     return rf"""start: {thoughts} answer
 OPENING: /{SPACE}{opening}/
 thoughts[lazy]: /(?s:.*){closing}/
 SPACE: /{SPACE}/
-answer: %lark {{
-{lark}
-}}"""
+answer: {answer}"""

@@ -36,20 +36,13 @@ import regex  # it matches texts that break off amid a pattern; `re` does not
 from app.fields import FUNCTION_NAME, Function
 from errors import brief
 
-# Parts of a call. ␣ is white space (see `pattern`).
-PAIR = r'"(?:id|type|index)"␣:␣(?:"[^"\\]{0,99}"|\w{1,32})'
 LEXEME = regex.compile(r'(?s)[^"{}\\]+|\\.|["{}]')  # of JSON, as far as its end depends on it
-DECODER = json.JSONDecoder(strict=False)
 # Spaces as in the templates. If white space were free, a small model might write nothing else.
 SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 NO_TOOLS = "leave it out, or serve a model whose chat template has tools"
-MOST_SPACE = regex.compile(r"\s{100}")  # in a call that is held back
-
-# A conversation to ask templates with: texts that none of them has.
-NAME, KEY, VALUE, ID, TEXT = "zqname", "zqkey", "zqvalue", "zqcall00", "zqtext"
-PARAMETERS = {"type": "object", "properties": {KEY: {"type": "string", "description": KEY}}}
-DECLARED = {"name": NAME, "description": NAME, "parameters": PARAMETERS}
-CALLED = {"name": NAME, "arguments": {KEY: VALUE}}
+# What templates are asked with: no template has these words.
+NAME, KEY, ID, TEXT = "zqname", "zqkey", "zqcall00", "zqtext"
+ARGUMENTS = "\0"  # in the form of a call
 
 
 def pattern(text: str) -> regex.Pattern:
@@ -58,114 +51,76 @@ def pattern(text: str) -> regex.Pattern:
     return regex.compile(text.replace("␣", r"\s{0,9}"))
 
 
+PAIR = r'"(?:id|type|index)"␣:␣(?:"[^"\\]{0,99}"|\w{1,32})'
 HEAD = pattern(  # of a call, up to its arguments
     rf'\{{␣(?:{PAIR}␣,␣){{0,3}}"name"␣:␣"(?P<name>{FUNCTION_NAME})"␣,␣'
     r'"(?:arguments|parameters)"␣:␣(?=\{)'
 )
-END = pattern(rf"(?:␣,␣{PAIR}){{0,3}}␣\}}")  # of a call, behind its arguments
 
 
 class CallFormat(NamedTuple):
-    """How a model writes a call: text around the name of the function and its arguments."""
+    """How a model writes a call."""
 
-    before: str
-    between: str
-    after: str
-    is_name_first: bool
-    opening: str  # the tag in `before`, or nothing
-    closing: str  # the tag in `after`, or nothing
+    written: str  # a call of NAME with ARGUMENTS
+    opening: str  # the tag before it, or nothing
+    closing: str  # the tag behind it, or nothing
     separator: str | None  # between two calls; None: a message of its template has one call
-
-    def call(self, name: str, arguments: str, before: str) -> str:
-        """A rule in Lark. arguments: in Lark."""
-        if self.is_name_first:
-            texts = before + name + self.between, self.after
-        else:
-            texts = before, self.between + name + self.after
-        return f"{json.dumps(texts[0])} {arguments} {json.dumps(texts[1])}"
 
 
 def call_format(lay_out: Callable[..., str], control: Collection[str]) -> CallFormat | str:
     """How a chat template writes the calls of an earlier answer; a text: why they are not read.
     lay_out: the text that it makes of a conversation, or nothing if it fails. control: tokens that
     no text spells."""
+    function = {"name": NAME, "description": NAME, "parameters": {"type": "object"}}
+    called = {"name": NAME, "arguments": {KEY: TEXT}}
 
-    def answered(content: str, num_calls: int = 0) -> str:
-        calls = [
-            {"id": f"{ID}{n}", "type": "function", "function": CALLED} for n in range(num_calls)
-        ]
-        said = {"role": "assistant", "content": content}
-        said |= {"tool_calls": calls} if calls else {}
-        tools = [{"type": "function", "function": DECLARED}]
-        return lay_out([{"role": "user", "content": "zqasked"}, said], tools=tools)
+    def answered(content: str, *ids: str) -> str:
+        said: dict[str, Any] = {"role": "assistant", "content": content}
+        if ids:
+            said["tool_calls"] = [{"id": id, "type": "function", "function": called} for id in ids]
+        asked = {"role": "user", "content": KEY}
+        return lay_out([asked, said], tools=[{"type": "function", "function": function}])
 
     plain = answered(TEXT)
-    once = answered("", 1)
-    head = os.path.commonprefix([plain, once])
-    written = once[len(head) :]
+    once = answered("", f"{ID}0")
+    written = once[len(os.path.commonprefix([plain, once])) :]
     if NAME not in plain + once:
         return NO_TOOLS
-    shown = brief(written.replace(NAME, "NAME").replace(KEY, "A").replace(VALUE, "B"), 100)
-    unread = f"the chat template writes calls as {shown!r}, which is not read here; leave it out"
-    if NAME not in written:
+    if KEY not in written:
         return "the chat template shows no call of an earlier answer as a model; leave it out"
-    foot = os.path.commonprefix([plain[::-1], written[::-1]])
-    written = written[: len(written) - len(foot)]
+    shown = brief(written.replace(NAME, "NAME").replace(KEY, "A").replace(TEXT, "B"), 100)
+    written = written.removesuffix(plain.rpartition(TEXT)[2])
     for token in control:
         written = written.partition(token)[0]
-    span = find_call(written)
-    if span is None or ID in written:
-        return unread
     call = written.strip()
-    start = call.rindex("{", 0, call.index(KEY))
-    _, end = DECODER.raw_decode(call, start)
-    arguments = call[start:end]
-    is_name_first = call.index(NAME) < start
-    marks = (NAME, arguments) if is_name_first else (arguments, NAME)
-    before, _, rest = call.partition(marks[0])
-    between, _, after = rest.partition(marks[1])
-    parts = answered("", 2).split(call)
-    separator = parts[1] if len(parts) == 3 else None
-    if separator is not None and any(token in separator for token in control):
-        separator = None
-    tags = written[: span[0]].strip(), written[span[1] :].strip()
-    return CallFormat(before, between, after, is_name_first, *tags, separator)
+    parts = answered("", f"{ID}0", f"{ID}1").split(call or NAME)
+    form = CallFormat(
+        re.sub(rf"\{{[^{{}}]*{KEY}[^{{}}]*\}}", ARGUMENTS, call),
+        opening=re.split(r"\[?\s*\{", call)[0].strip(),
+        closing=call.rpartition("}")[2].strip("]\n "),
+        separator=parts[1] if len(parts) == 3 and not {*control} & {*parts[1].split()} else None,
+    )
+    reader = CallReader(form, [NAME])
+    if reader.feed(written, True).content or not reader.has_called or ID in written:
+        return f"the chat template writes calls as {shown!r}, which is not read here; leave it out"
+    return form
 
 
-def find_call(text: str) -> tuple[int, int] | None:
-    """Where the JSON of the marked call begins and ends; None: it is written in another way."""
-    for match in re.finditer(r"[\[{]", text):
-        with suppress(ValueError):
-            _, end = DECODER.raw_decode(text, match.start())
-            if calls_in(text[match.start() : end], {NAME}) == [(NAME, json.dumps({KEY: VALUE}))]:
-                return match.start(), end
-    return None
-
-
-def calls_in(text: str, names: Collection[str]) -> list[tuple[str, str]] | None:
-    """The functions that JSON calls, and their arguments: objects, or lists of them, with keys in
-    any order. None: it is something else, or calls another function."""
-    found = []
-    place = 0
-    try:
-        while place < len(text.rstrip()):
-            place = regex.compile(r"[\s,;]*").match(text, place).end()
-            value, place = DECODER.raw_decode(text, place)
-            found += value if isinstance(value, list) else [value]
-        return [as_call(value, names) for value in found]
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
-        return None
-
-
-def as_call(value: dict[str, Any], names: Collection[str]) -> tuple[str, str]:
-    """The name and the arguments of a call. AttributeError, KeyError, TypeError or ValueError if it
-    is none."""
-    arguments = value.get("arguments", value.get("parameters"))
-    if isinstance(arguments, str):
-        arguments = json.loads(arguments)
-    if value["name"] not in names or not isinstance(arguments, dict | None):
-        raise ValueError("no call of a declared function")
-    return value["name"], json.dumps(arguments or {}, ensure_ascii=False)
+def calls_in(text: str, names: Collection[str]) -> list[tuple[str, str]]:
+    """The functions that JSON calls, and their arguments: an object or a list, with keys in any
+    order. None at all if it is something else, or calls another function."""
+    calls = []
+    with suppress(AttributeError, KeyError, RecursionError, TypeError, ValueError):
+        value = json.loads(text, strict=False)
+        for call in value if isinstance(value, list) else [value]:
+            arguments = call.get("arguments", call.get("parameters")) or {}
+            if isinstance(arguments, str):
+                arguments = json.loads(arguments)
+            if call["name"] not in names or not isinstance(arguments, dict):
+                return []
+            calls.append((call["name"], json.dumps(arguments, ensure_ascii=False)))
+        return calls
+    return []
 
 
 class Tools(NamedTuple):
@@ -201,14 +156,14 @@ class CallReader:
         self._is_first = True  # no content since the beginning, or since the last call
         self._depth = 0  # braces that are open in the arguments
         self._in_string = False
-        opening = pattern(rf"␣{regex.escape(form.opening)}␣(?=[\[{{])")
-        bare = pattern(r"^␣(?:<\|python_tag\|>␣)?(?=[\[{])")
-        self._opening = opening if form.opening else bare
-        then = rf"|{opening.pattern}" if form.opening else ""
-        self._next = pattern(r"^␣[,;]?␣(?=\{)" + then)  # behind a call
-        self._closing = pattern(rf"␣{regex.escape(form.closing)}" if form.closing else "")
-        # A call that is not written as `HEAD` has it; a text that is JSON may be an answer, though.
-        self._block = pattern(r"[\[{]" if form.opening else r'\[␣\{␣"name"|\{␣"(?:arg|param)')
+        tag = regex.escape(form.opening)
+        closing = regex.escape(form.closing)
+        end = rf"(?:␣,␣{PAIR}){{0,3}}␣\}}"  # of a call, behind its arguments
+        self._opening = pattern(rf"␣{tag}␣(?=[\[{{])")
+        if not tag:  # it comes first, and a text that is JSON may be an answer
+            self._opening = pattern(r'^␣(?:<\|python_tag\|>␣)?(?=\{␣"(?:[intap])|\[␣\{)')
+        self._next = pattern(rf"^␣[,;]?␣(?=\{{)|{self._opening.pattern}")  # behind a call
+        self._closing = pattern(rf"{end}␣(?:{closing}|(?=[,;]?\s?\{{))" if closing else end)
 
     @property
     def has_called(self) -> bool:
@@ -287,7 +242,7 @@ class CallReader:
             elif not self._in_string:
                 self._depth += {"{": 1, "}": -1}.get(word[0], 0)
             if self._depth == 0:
-                self._read_next = self._read_end
+                self._read_next = self._read_closing
                 break
         if is_last and self._depth > 0:
             size = len(self._rest)  # the text was cut behind a backslash
@@ -297,54 +252,31 @@ class CallReader:
         return self._depth == 0
 
     def _read_block(self, delta: Delta, is_last: bool) -> bool:
-        """Read the JSON of calls as a whole: their keys may be in any order. What is none is
-        content from its first bracket on."""
-        match = self._block.match(self._rest, partial=not is_last)
-        if match is not None and match.partial:
+        """Read JSON up to the closing tag, or without tags all of the text: keys may be in any
+        order. If it calls nothing, it is content from its first bracket on."""
+        text, closing, _ = self._rest.partition(self.form.closing or "\0")
+        if not (closing or is_last):
             return False
-        size, is_whole = self._block_size()
-        calls = None
-        if match is not None and not MOST_SPACE.search(self._rest, 0, size):
-            if not (is_whole or is_last):
-                return False
-            calls = calls_in(self._rest[:size], self.names)
-        if calls is None:
+        calls = calls_in(text, self.names)
+        if not calls:
             self._add_content(delta, self._held + self._take(1))
             return True
-        self._take(size)
+        self._take(len(text + closing))
         for name, arguments in calls:
             self._begin(delta, name, arguments)
-        self._read_next = self._read_closing
+        self._is_first = True
+        self._read_next = self._read_content
         return True
 
-    def _block_size(self) -> tuple[int, bool]:
-        """Of the JSON before a closing tag or, without tags, of the first value; and whether it has
-        come."""
-        size = len(self._rest)
-        if self.form.closing:
-            end = self._rest.find(self.form.closing)
-            return (size, False) if end < 0 else (end, True)
-        try:
-            return DECODER.raw_decode(self._rest)[1], True
-        except (RecursionError, ValueError):
-            return size, False
-
-    def _read_end(self, delta: Delta, is_last: bool) -> bool:
-        """Read what follows the arguments in their call. A spoilt call is over without it."""
-        return self._skip(END, self._read_closing, is_last)
-
     def _read_closing(self, delta: Delta, is_last: bool) -> bool:
-        """Read the tag that ends a call, if it is there: one more may follow in the same tag."""
-        self._is_first = True
-        return self._skip(self._closing, self._read_content, is_last)
-
-    def _skip(self, what: regex.Pattern, then: Callable[..., bool], is_last: bool) -> bool:
-        """Read over what may come next, and what comes after that."""
-        match = what.match(self._rest, partial=True)
+        """Read what ends a call, if it is there: a spoilt call is over without it. One more may
+        follow in the same tag."""
+        match = self._closing.match(self._rest, partial=True)
         if match is not None and match.partial and not is_last:
             return False
         self._take(0 if match is None else match.end())
-        self._read_next = then
+        self._is_first = True
+        self._read_next = self._read_content
         return True
 
 
@@ -354,7 +286,7 @@ class CallReader:
 def call_grammar(tools: Tools, answer: str | None = None) -> str | None:
     """A grammar, in Lark, of texts that call none but these functions; None if a text is free.
 
-    answer: a grammar, in Lark, of a text that calls nothing; None: it may be any text, but has no
+    answer: a part of Lark: a text that calls nothing; None: it may be any text, but has no
     opening tag or, in the form without tags, does not begin like a call. Arguments follow their
     schema if a text must call, or if the function is strict.
     """
@@ -364,29 +296,33 @@ def call_grammar(tools: Tools, answer: str | None = None) -> str | None:
         return None
     form = tools.form
     tag = re.escape(form.opening).replace("/", r"\/")
-    several = "call"
-    if tools.is_parallel and form.separator is not None:
-        several = f"call ({json.dumps(form.separator)} call)*"
+    is_after_text = bool(tag) and is_any and not tools.must_call
+    separator = form.separator if tools.is_parallel else None
+    several = "call" if separator is None else f"call ({json.dumps(separator)} call)*"
     start = several if tools.must_call else f"{several} | answer?"
-    before = form.before
-    rules = []
-    if form.opening and is_any and not tools.must_call:  # a call comes after any text
-        before = before.removeprefix(form.opening)
-        rules.append(rf"opening[lazy]: /(?s:.*){tag}/")
-        start = "call* answer?" if tools.is_parallel else start
-    text = rf"/\s*[^{form.before[:1]}\s](?s:.*)/"
-    if form.opening:
+    text = rf"/\s*[^{form.written[:1]}\s](?s:.*)/"
+    if tag:
         text = rf"/(?s:.+)/ & ~/(?s:.*){tag}(?s:.*)/"
+    if is_after_text and tools.is_parallel:
+        start = "call* answer?"
+    opening = f": {json.dumps(form.opening)}"
+    if is_after_text:
+        opening = rf"[lazy]: /(?s:.*){tag}/"
     names = [f"function_{n}" for n in range(len(tools.functions))]
-    rules += [
+    rules = [
         f"start: {start}",
-        f"call: {'opening ' if rules else ''}({' | '.join(names)})",
-        "answer: TEXT" if is_any else f"answer: %lark {{\n{answer}\n}}",
+        f"call: opening ({' | '.join(names)})",
+        rf"opening[lazy]: /(?s:.*){tag}/"
+        if is_after_text
+        else f"opening: {json.dumps(form.opening)}",
+        f"answer: {answer or 'TEXT'}",
         f"TEXT: {text}",
     ]
     for name, function in zip(names, tools.functions):
         schema = {"x-guidance": SPACES, "type": "object"}
         if tools.must_call or function.strict:
             schema |= function.parameters
-        rules.append(f"{name}: {form.call(function.name, f'%json {json.dumps(schema)}', before)}")
+        call = form.written.removeprefix(form.opening).replace(NAME, function.name)
+        before, _, after = call.partition(ARGUMENTS)
+        rules.append(f"{name}: {json.dumps(before)} %json {json.dumps(schema)} {json.dumps(after)}")
     return "\n".join(rules)

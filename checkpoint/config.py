@@ -63,7 +63,7 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {  # None: absent
     "model_type": (*ARCHITECTURES,),
     "architectures": (None, [], *([name] for name in ARCHITECTURES.values())),
     "hidden_act": (None, "silu"),
-    "use_sliding_window": (None, False),
+    "use_sliding_window": (None, False, True),
     "is_causal": (None, True),
     "dual_chunk_attention_config": (None,),
     "partial_rotary_factor": (None, 1, 1.0),
@@ -191,9 +191,15 @@ class Config:
         }
         present = {name: value for name, value in data.items() if value is not None}
         num_layers = number(data, "num_hidden_layers")
-        check_setting("layer_types", data.get("layer_types"), None, ["full_attention"] * num_layers)
         is_mistral = data["model_type"] == "mistral"
-        if is_mistral and data.get("sliding_window", 0) is not None:
+        kinds = ["full_attention", "sliding_attention"]
+        first = 0 if is_mistral else data.get("max_window_layers", 28)
+        layers = data.get("layer_types") or [kinds[i >= first] for i in range(num_layers)]
+        slides = is_mistral or data.get("use_sliding_window", False)
+        if not slides:
+            check_setting("layer_types", data.get("layer_types"), None, kinds[:1] * num_layers)
+        has_window = slides and layers != kinds[:1] * num_layers
+        if has_window and data.get("sliding_window", 0) is not None:
             window = number({"sliding_window": 4096} | present, "sliding_window")  # transformers'
             longest = number(present, "max_position_embeddings")
             present["max_position_embeddings"] = min(longest, window)

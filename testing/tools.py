@@ -53,15 +53,8 @@ def with_tools(folder: Path, is_tagged: bool) -> Path:
     return folder
 
 
-def form_of(name: str, tag: str = "", separator: str | None = None) -> CallFormat:
-    """The form of calls whose arguments have this name, in a tag or without one."""
-    opening, closing = (f"<{tag}>", f"</{tag}>") if tag else ("", "")
-    around = (f"{opening}\n", f"\n{closing}") if tag else ("", "")
-    before = around[0] + '{"name": "'
-    return CallFormat(
-        before, f'", "{name}": ', "}" + around[1], True, opening, closing, separator=separator
-    )
-
-
-TAGGED = form_of("arguments", "tool_call", "\n")  # Qwen's, Hermes'
-BARE = form_of("parameters")  # Llama 3.1's
+CALL = '{"name": "zqname", "arguments": \0}'
+TAGGED = CallFormat(
+    f"<tool_call>\n{CALL}\n</tool_call>", "<tool_call>", "</tool_call>", separator="\n"
+)  # Qwen's, Hermes'
+BARE = CallFormat(CALL.replace("arguments", "parameters"), "", "", None)  # Llama 3.1's
