@@ -51,7 +51,7 @@ from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, lru_cache
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -79,6 +79,9 @@ SLOW_MASK = 0.01
 # Without this, a mask allows only the tokenizer's own spelling where the next bytes are certain.
 HEADER = '%llguidance {"no_forcing": true}\n'
 # If white space were free, a small model might write nothing else.
+FORMATS = (  # those of texts in JSON schemas that are followed
+    "date-time time date duration email hostname ipv4 ipv6 uuid uri unknown"
+).split()
 JSON_OPTIONS = {"x-guidance": {"whitespace_flexible": False}}
 
 
@@ -191,8 +194,7 @@ class Grammars:
 def lark_of(grammar: Grammar) -> str:
     """The grammar in Lark, which llguidance reads."""
     if grammar.notation == "schema":
-        schema = JSON_OPTIONS | json.loads(grammar.text)
-        return "start: %json " + json.dumps(schema)
+        return "start: %json " + json.dumps(JSON_OPTIONS | read_schema(grammar.text))
     if grammar.notation == "regex":
         compiled = load_llguidance().LLMatcher.grammar_from_regex(grammar.text)
         return json.loads(compiled)["grammars"][0]["lark_grammar"]
@@ -200,6 +202,17 @@ def lark_of(grammar: Grammar) -> str:
         # The texts are one terminal: as alternatives of a rule they would take an item each.
         return "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, grammar.text))
     return grammar.text
+
+
+def read_schema(text: str) -> dict[str, Any]:
+    """A JSON schema without formats that only validators know (llguidance refuses these)."""
+
+    def without(part: dict[str, Any]) -> dict[str, Any]:
+        if part.get("type") == "string" and part.get("format") not in FORMATS:
+            part.pop("format", None)
+        return part
+
+    return json.loads(text, object_hook=without)
 
 
 # ---- The state of a text -------------------------------------------------------------------------

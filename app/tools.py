@@ -35,6 +35,7 @@ import regex  # it matches texts that break off amid a pattern; `re` does not
 
 from app.fields import FUNCTION_NAME, Function
 from errors import brief
+from grammar import read_schema
 
 LEXEME = regex.compile(r'(?s)[^"{}\\]+|\\.|["{}]')  # of JSON, as far as its end depends on it
 # Spaces as in the templates. If white space were free, a small model might write nothing else.
@@ -321,7 +322,7 @@ def call_grammar(tools: Tools, answer: str | None = None) -> str | None:
     for name, function in zip(names, tools.functions):
         schema = {"x-guidance": SPACES, "type": "object"}
         if tools.must_call or function.strict:
-            schema |= function.parameters
+            schema |= read_schema(json.dumps(function.parameters))
         call = form.written.removeprefix(form.opening).replace(NAME, function.name)
         before, _, after = call.partition(ARGUMENTS)
         rules.append(f"{name}: {json.dumps(before)} %json {json.dumps(schema)} {json.dumps(after)}")

@@ -296,10 +296,9 @@ REFUSED: list[tuple[dict[str, bytes], str]] = [
     ({"tokenizer.chat_template": number("I", 5)}, "chat_template is 5"),
     ({"llama.attention.sliding_window": number("f", 0.5)}, "sliding_window is 0.5"),
     ({"general.architecture": string("qwen3moe")}, "general.architecture is 'qwen3moe'"),
-    (
-        {"general.architecture": string("qwen3"), "qwen3.attention.sliding_window": number("I", 8)},
-        "use_sliding_window is True",
-    ),
+    ({"llama.pooling_type": number("I", 3)}, "llama.pooling_type is 3"),
+    ({"llama.classifier.output_labels": strings(["yes"])}, "output_labels is ['yes']"),
+    ({"llama.final_logit_softcapping": number("f", 30.0)}, "logit_softcapping is 30.0"),
     ({"llama.expert_count": number("I", 8)}, "llama.expert_count is 8"),
     ({"llama.block_count": number("I", 0)}, "num_hidden_layers is 0"),
     ({"llama.block_count": number("I", 9)}, "is missing"),
