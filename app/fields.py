@@ -88,8 +88,8 @@ GROUPS: tuple[tuple[tuple[Any, ...], str], ...] = (
 NEUTRAL = {name: values for values, text in GROUPS for name in text.split()}
 HARMLESS = set(
     """
-    prediction user safety_identifier metadata request_id session_id service_tier api_type api_server
-    legacy_api
+    user safety_identifier metadata request_id session_id service_tier api_type api_server
+    legacy_api prediction
     cache_prompt prompt_cache_key prompt_cache_options prompt_cache_retention id_slot n_cache_reuse
     n_keep n_discard truncation_length truncation_side backend_sampling stream_interval
     speculative.n_max speculative.n_min speculative.p_min speculative.type

@@ -259,7 +259,7 @@ def test_a_bad_line_keeps_its_id_and_the_others_are_served(base, capsys, tmp_pat
         ("[]", "it holds a list"),
         ('{"prompt": "a", "messages": []}', "prompt is 'a'"),
         ('{"custom_id": "a", "body": {}}', "a batch's line is for a server"),
-        ('{"prompt": "a",  "enclosed in double quotes at character 17: a line must be"),
+        ('{"prompt": "a", ', "enclosed in double quotes at character 17: a line must be"),
     ]
     (tmp_path / "prompts").write_text("\ufeff" + "\n\n".join(line for line, _ in lines))
     status, out, err = run(capsys, "--target", base, "--prompts", tmp_path / "prompts")

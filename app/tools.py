@@ -313,9 +313,7 @@ def call_grammar(tools: Tools, answer: str | None = None) -> str | None:
     rules = [
         f"start: {start}",
         f"call: opening ({' | '.join(names)})",
-        rf"opening[lazy]: /(?s:.*){tag}/"
-        if is_after_text
-        else f"opening: {json.dumps(form.opening)}",
+        f"opening{opening}",
         f"answer: {answer or 'TEXT'}",
         f"TEXT: {text}",
     ]

@@ -3,9 +3,9 @@
 Llama 2, its kin (CodeLlama, Vicuna, TinyLlama) and Mistral are Llamas. A Mistral with a sliding
 window is one for texts of so many tokens: longer ones, where tokens look back over less, are not
 covered. Qwen 2.5 (model_type qwen2) is a Llama with biases of q, k and v; Qwen 3 has a norm of each
-head of q and of k; their sliding windows are as a Mistral's. The names are those of the file. A setting
-that changes the numbers and that the code lacks is refused by name; a setting without effect on
-them is ignored. Hub configs put the rotary base in `rope_theta`, `rope_scaling` or
+head of q and of k; their sliding windows are as a Mistral's. The names are those of the file. A
+setting that changes the numbers and that the code lacks is refused by name; a setting without
+effect on them is ignored. Hub configs put the rotary base in `rope_theta`, `rope_scaling` or
 `rope_parameters`, depending on their age.
 
 Invariant: `Config.load` reads what `to_dict` made of a folder's config. (A GGUF may divide

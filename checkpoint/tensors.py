@@ -106,7 +106,7 @@ class Checkpoint:
             if name not in self.headers:
                 why = "is the config its own?"
                 if name.removeprefix("model.") in self.headers:
-                    why = "without model. it is there: is this an embedding model, which writes no text?"
+                    why = "it has no model. in front: is this an embedding model?"
                 raise UserError(f"tensor {name} {shape} is missing from {self.folder}: {why}")
             stored = self.headers[name]
             where = f"tensor {name} in {self.files[name]}"
