@@ -291,7 +291,9 @@ REFUSED = told(
     {"tokenizer.chat_template": 5} → chat_template is 5
     {"llama.attention.sliding_window": 0.5} → sliding_window is 0.5
     {"general.architecture": "qwen3moe"} → general.architecture is 'qwen3moe'
-    {"general.architecture": "qwen3", "qwen3.attention.sliding_window": 8} → use_sliding_window is
+    {"llama.pooling_type": 3} → llama.pooling_type is 3
+    {"llama.classifier.output_labels": ["yes"]} → output_labels is ['yes']
+    {"llama.final_logit_softcapping": 30.0} → logit_softcapping is 30.0
     {"llama.expert_count": 8} → llama.expert_count is 8
     {"llama.block_count": 0} → num_hidden_layers is 0
     {"llama.block_count": 9} → is missing
