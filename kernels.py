@@ -174,6 +174,7 @@ def rotated(
 class Ops:
     """The plain operations, differentiable, in every dtype."""
 
+    step_budget = 512  # tokens of a pass, at most: longer prompts are read in chunks (batcher.py)
     multi_step = 1  # how many tokens a step without drafts draws (runner.py)
     language = "plain PyTorch"  # what computes, as the first line of a program says it
 

@@ -96,6 +96,7 @@ class GPU(Ops):
         self.attended: dict[str, Any] | None = (
             None  # the cache's backend, if attention was after it
         )
+        self.step_budget = tuning.STEP_BUDGET if tuning.is_on("chunks") else Ops.step_budget
         self.records = records and tuning.is_on("graphs") and tuning.is_on("sampling")
 
     def dtypes(
