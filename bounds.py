@@ -6,7 +6,7 @@ each multipleOf in a schema is processed remainder by remainder. So these are co
 kinds of grammars are refused because llguidance would silently follow a different one: numbers that
 do not fit into 64 bits, and a backslash that escapes nothing.
 
-Invariant: a grammar that passes is compiled within seconds, on a stack of grammar.STACK bytes.
+Invariant: a grammar that passes is compiled within seconds, on a stack of automaton.STACK bytes.
 Cost: linear in the characters of the grammar.
 Not covered: a grammar that names control tokens.
 """

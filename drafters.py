@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kernels import send
+from devices import send
 from kvcache import Cache
 from model import Features, Llama
 from request import Request

@@ -34,8 +34,8 @@ from itertools import count
 
 import torch
 
+from devices import free_memory
 from errors import UserError
-from kernels import free_memory
 from kvcache import Cache, CachedSequence, CacheFull, KVSpec, NewTokens, check_free
 from settings import Options
 

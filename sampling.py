@@ -126,9 +126,9 @@ def column(setting: float | int | Tensor, rows: Tensor) -> Tensor:
 class NotFinite(UserError):
     """Logits are not finite. `whose` names their model, if the runner knows which one it is."""
 
-    def __init__(self, whose: str = "the model", way_out: str = "fetch it again"):
+    def __init__(self, whose: str = "the model", remedy: str = "fetch it again"):
         super().__init__(
-            f"{whose}'s logits are not finite: its weights are damaged ({way_out}), "
+            f"{whose}'s logits are not finite: its weights are damaged ({remedy}), "
             "or need a wider --dtype"
         )
 

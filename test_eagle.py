@@ -166,7 +166,7 @@ def test_every_row_is_that_of_the_whole_text(pair, data):
         check_rows(runner, batcher.running, head)
         if isinstance(cache, PagedCache):
             cache.check()
-    assert not runner.drafter.newest
+    assert not runner.drafter.last_z
 
 
 def check_texts(pair) -> None:
@@ -186,20 +186,20 @@ def check_texts(pair) -> None:
 
 
 TOKENS = "self.offsets + torch.arange(len(self.offsets), device=self.device)"
-FORWARD = "self.ops.forward(self, (f, tokens), metadata)"
-COMBINED = "f = self.model.combine(features.values[send(kept, device)])"
+FORWARD = "self.ops.forward_head(self, f, tokens, metadata)"
+COMBINED = "f = self.model.combine(features.values[send(rows, device)])"
 BUGS = {  # a bug -> the function, a piece of it, and what is planted there
     "features of the row before": (EagleHead.combine, "(x, self.fc)", "(x, self.fc).roll(1, 0)"),
     "accepted drafts have the features of the row before": (
         EagleDrafter.learn.__wrapped__,
         COMBINED,
-        f"{COMBINED}; f[1:] = f[:-1].clone() if self.newest else f[1:]",
+        f"{COMBINED}; f[1:] = f[:-1].clone() if self.last_z else f[1:]",
     ),
-    "a normalized state": (EagleHead.rows, FORWARD, f"self._rms_norm({FORWARD}, self.norm)"),
+    "a normalized state": (EagleHead.__call__, FORWARD, f"self._rms_norm({FORWARD}, self.norm)"),
     "a draft's row takes the place of the one before": (
-        HeadChain._feed_back,
-        "self.lengths[b], self.lengths[b] + 1",
-        "self.lengths[b] - 1, self.lengths[b]",
+        HeadChain._advance,
+        "(self.seqs[b], position, position + 1)",
+        "(self.seqs[b], position - 1, position)",
     ),
     "tokens off by one": (EagleHead.tokens.func, TOKENS, f"(1 + {TOKENS}) % 261"),
     "blocks without the next token": (PagedCache.__init__, "= spec.lookahead", "= 0"),

@@ -47,7 +47,7 @@ def distributions(rows: int, V: int) -> st.SearchStrategy:
 
 
 def weight(function: Callable, w: float, ratio: float) -> float:
-    """The probability that a draft stands with those before it, which stand with probability w."""
+    """The probability that a draft is accepted with those before it, which have probability w."""
     return min(1, w * ratio) if function is verify_block else w * min(1, ratio)
 
 
@@ -123,7 +123,7 @@ def expected_drafts(function: Callable, p: list[Tensor], q: list[Tensor]) -> Ten
     rng = Refuses()
     function(p_of_runs.flatten(0, 1), q_of_runs.flatten(0, 1), drafted, rng)
     reaches = rng.prob.cumprod(1)  # all drafts so far stand
-    if function is verify_block:  # this one stands, or one after it: [n · V^k, k], the last first
+    if function is verify_block:  # this one passes, or one after it: [n · V^k, k], the last first
         reaches = 1 - (1 - rng.prob).flip(1).cumprod(1)
     return (mass * reaches.sum(1).view(n, -1)).sum(1)
 
@@ -264,7 +264,7 @@ def test_round_gives_each_row_its_own_settings_seed_and_position():
     round = Round(requests, [1, 2, 3, 0], Drawing(5), target=Place())
     logits = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
     rows = [2, 0, 1, 3, 0]
-    probs = round.probabilities(logits, rows)  # two columns are padding
+    probs = round.probabilities(logits, rows, [0] * len(rows))  # two columns are padding
     for row, one, got in zip(rows, logits, probs):
         s = chosen[row]
         alone = probabilities(one[:5], s.temperature, s.top_k, s.top_p, s.min_p)
@@ -314,7 +314,8 @@ def test_round_passes_settings_by_name_and_leaves_out_those_of_nobody(monkeypatc
         asked.clear()
         requests = [Request([1], each) for each in chosen]
         round = Round(requests, [0] * len(requests), Drawing(3), target=Place(ops=Recorder()))
-        round.probabilities(torch.zeros(len(requests), 3), range(len(requests)))
+        each = range(len(requests))
+        round.probabilities(torch.zeros(len(requests), 3), each, depths=[0 for _ in each])
 
     round_of(Settings(0.5), Settings(0.5))
     assert asked == {"temperature": 0.5}

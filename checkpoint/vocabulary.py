@@ -46,8 +46,8 @@ Ids = dict[str, int]  # text of a token -> id
 Merge = Callable[[str], list[int]]  # a text without added tokens -> ids
 
 
-def reject(file: Path, wrong: str, way_out: str) -> NoReturn:
-    raise UserError(f"{file}: {brief(wrong)}; {way_out}")
+def reject(file: Path, wrong: str, remedy: str) -> NoReturn:
+    raise UserError(f"{file}: {brief(wrong)}; {remedy}")
 
 
 # ---- Added tokens

@@ -778,10 +778,10 @@ class NativeHead(Struct):
         native_head.angles = floats(0)
         return native_head
 
-    def rows(
+    def forward(
         self, f: Tensor, tokens: Tensor, angles: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
-        """What EagleHead.rows returns. f: [T, C], tokens: int64[T] -> [T, C]."""
+        """What EagleHead.forward returns. f: [T, C], tokens: int64[T] -> [T, C]."""
         z = torch.empty_like(f)
         inputs = f.contiguous(), tokens.contiguous()
         call("head_rows", self, *inputs, z, angles, self.step_of(metadata, len(f)), len(f))
@@ -801,7 +801,7 @@ class NativeHead(Struct):
     ) -> None:
         """Draft the next k tokens, as NativeModel.draft does.
 
-        z: [1, C], the newest row; it is overwritten. metadata: of all drafts but the last; None, as
+        z: [1, C], the last one; it is overwritten. metadata: of all drafts but the last; None, as
         angles are, where there is only one.
         """
         step = self.step_of(metadata, len(draws.streams) - 1) if metadata else None

@@ -5,6 +5,7 @@
     attend                        store.py: rotate, quantize, store; flash.py: attention
     probabilities, pick           draw.py: top-k, top-p, min-p and the pick, without sorting
     forward, chain                graphs.py: all launches of a pass as one launch
+    run_rounds                    steps.py: several plain tokens a step
     warm_up                       every kernel once, before the texts come
 
 Other operations, float64 and gradients fall back to kernels.Ops. A cache owns the graphs that were
@@ -23,6 +24,7 @@ from torch import Tensor
 from drafters import Chain, ModelChain
 from eagle import EagleHead
 from edits import put_back
+from gpu.steps import MultiStep
 from kernels import HeadNorm, Linear, Ops, rotated
 from kvcache import AttentionMetadata
 from quant import Quantized
@@ -77,18 +79,17 @@ def run_empty_step(llama: Llama, cache: Cache, shape: tuple[int, int], splits: i
     """
     B, each = shape
     tokens = torch.zeros(B * each, dtype=torch.int64, device=llama.device)
-    metadata = graphs.empty_metadata(cache, graphs.Bucket(B, each, 1))
+    metadata = graphs.BucketMetadata(cache, graphs.Bucket(B, each, 1))
     metadata.backend["longest"] = splits * tuning.LEAST_KEYS
     if isinstance(llama, EagleHead):
         features = llama.target.empty_features(llama.feature_layers, B * each).values.zero_()
-        return llama.logits(llama.forward((llama.combine(features), tokens), metadata))
+        return llama.logits(llama.forward(llama.combine(features), tokens, metadata))
     return llama.forward(tokens, metadata, None)
 
 
-class GPU(Ops):
+class GPU(MultiStep):
     """`kernels.Ops` by Triton kernels. records: whether passes are recorded as CUDA graphs."""
 
-    multi_step = 4
     language = "Triton kernels"
 
     def __init__(self, records: bool = True):
@@ -204,16 +205,15 @@ class GPU(Ops):
     def forward(
         self,
         llama: Llama,
-        inputs: Any,
+        tokens: Tensor,
         metadata: AttentionMetadata,
         logits_indices: Tensor | slice | None = None,
         features: Features | None = None,
     ) -> Tensor:
-        is_head = isinstance(llama, EagleHead)  # its rows are not recorded
-        if not self.records or is_head or not is_readable(metadata.cache):
-            return super().forward(llama, inputs, metadata, logits_indices, features)
+        if not self.records or not is_readable(metadata.cache):
+            return super().forward(llama, tokens, metadata, logits_indices, features)
         passes = recordings(graphs.Passes, llama, metadata.cache)
-        return passes(inputs, metadata, logits_indices, features)
+        return passes(tokens, metadata, logits_indices, features)
 
     def chain(self, chain: Chain, round: Round) -> Proposal:
         """The drafts of a model by one graph, unless a sequence has more than two unread tokens, or

@@ -157,8 +157,8 @@ class BiasedRng(Keyed):
         self.alpha = alpha
 
     def accept(self, prob: Tensor) -> Tensor:
-        stands = super().accept(torch.where(prob > 0, self.alpha, 0.0))
-        return stands.long().cumprod(1).bool()
+        passed = super().accept(torch.where(prob > 0, self.alpha, 0.0))
+        return passed.long().cumprod(1).bool()
 
 
 def speculation_row(sizes: Sizes, target_way: str, draft_way: str, alpha: float) -> Row:

@@ -37,8 +37,8 @@ def test_each_case_runs_and_fills_its_columns(name, monkeypatch):
 def test_the_rng_accepts_with_its_probability_whatever_the_models_say(alpha):
     zeros = torch.zeros(4000, dtype=torch.int64)
     rng = gpu_cases.BiasedRng(torch.arange(4000), zeros, alpha=alpha)
-    stands = rng.accept(torch.tensor([[0.001, 1.0, 0.0]]).expand(4000, 3))
-    first, second, absent = stands.float().mean(0)
+    passed = rng.accept(torch.tensor([[0.001, 1.0, 0.0]]).expand(4000, 3))
+    first, second, absent = passed.float().mean(0)
     assert abs(first - alpha) < 0.02 and abs(second - alpha**2) < 0.02 and absent == 0
     assert rng[:10].alpha == alpha
     assert isinstance(rng[[1, 2]], gpu_cases.BiasedRng)
