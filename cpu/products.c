@@ -1,7 +1,6 @@
 // y = x Wᵀ on a CPU, for any number of rows of x. Compiled after blocks.c (few rows, few panels, a
 // stretch of columns).
 
-<<<<<<< HEAD
 float nf4[16];                                      // native.py puts quant.nf4 here
 const long int8_columns = COLUMNS_whole;            // of a unit of INT8, for native.py
 
@@ -30,14 +29,9 @@ const char instructions[] = "no vectors that it knows";
 long runs_here() { return 1; }
 #endif
 
-// NEAR: rows of one pass over the panels: x stays near. AHEAD: stretches from what is fetched to
-// what is read.
-enum { NEAR = 192, AHEAD = 4 };
-=======
 // NEAR, NEAR_TILES: rows of one pass over the panels: x stays near. AHEAD: stretches from what is
 // fetched to what is read.
 enum { NEAR = 192, NEAR_TILES = 256, AHEAD = 4 };
->>>>>>> h-amx
 
 // To panel p's scales and zeros of the group that column k is in.
 static void see_group(Stretch *a, const Weight *w, long p, long k) {
