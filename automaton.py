@@ -58,7 +58,7 @@ def load_llguidance() -> ModuleType:
     except ImportError:
         raise UserError(
             "a schema, regex, choice or grammar needs the package llguidance: "
-            "pip install -r requirements-extra.txt"
+            "pip install '.[server]'"
         ) from None
     return llguidance
 

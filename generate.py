@@ -166,7 +166,6 @@ class Engine:
             ),
             drafter=None if draft is None else draft.make(draft_cache),
             budget=STEP_BUDGET,
-            multi_step=llama.ops.multi_step,
             grammars=model.grammars,
         )
         self.batcher = Batcher(self.runner, options.max_batch)

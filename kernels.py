@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from eagle import EagleHead
     from kvcache import AttentionMetadata, Cache
     from model import Features, Llama, Rope
+    from runner import ModelRunner, ScheduledRequest
     from speculative import Proposal, Rng, Round, Verify
 
 # For each kind of device, the modules that have a subclass of Ops; the fastest one comes first.
@@ -128,7 +129,6 @@ def rotated(
 class Ops:
     """The plain operations, differentiable, in every dtype."""
 
-    multi_step = 1  # how many tokens a step without drafts draws (runner.py)
     language = "plain PyTorch"  # what computes, as the first line of a program says it
 
     # ---- Weights and storage
@@ -262,6 +262,15 @@ class Ops:
     ) -> tuple[Tensor, Tensor]:
         """Accepted drafts, and the token after them: int64[B] each (speculative.py)."""
         return verify_block(p, q, drafted, rng)
+
+    def run_rounds(
+        self,
+        runner: ModelRunner,
+        scheduled: Sequence[ScheduledRequest],
+        features: Features | None,
+    ) -> tuple[list[list[int]], Tensor]:
+        """The passes of a step, as `ModelRunner.run_rounds` makes them (runner.py)."""
+        return runner.run_rounds(scheduled, features)
 
     def warm_up(self, llama: Llama, cache: Cache, vocab_size: int) -> None:
         """Compile now what steps with many sequences will need; plain torch compiles nothing.

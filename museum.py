@@ -54,7 +54,7 @@ from automaton import Grammars
 from batcher import Batcher
 from drafters import Chain, ModelDrafter
 from kernels import Ops
-from kvcache import KVSpec, SequenceSlice, Store, pack_metadata
+from kvcache import AttentionMetadata, KVSpec, Store
 from paged import BlockPool, PagedCache
 from proof import (
     Distribution,
@@ -232,12 +232,6 @@ def stored_is_read() -> bool:
     x = torch.randn(3, 2, 4, dtype=torch.float32)
     keys.write(0, slots, x)
     return torch.allclose(keys.read(0, slots, x.dtype), x, atol=0.1)
-
-
-def padding_is_stored_nowhere() -> bool:
-    """A CUDA graph's step may have more rows than tokens. The rows of padding have no slot."""
-    metadata = pack_metadata([SequenceSlice([1], 0, 2)], 2, T=4, B=2, M=1)
-    return metadata[4:8].tolist() == [2, 3, -1, -1]
 
 
 def nan_is_told() -> bool:
@@ -423,13 +417,13 @@ ROOMS: dict[str, list[Exhibit]] = {
             stored_is_read,
         ),
         Exhibit(
-            "m0at/rvllm#32",
-            "the padding of a CUDA graph is stored in slot 0",
-            "a running request lost its first keys and values",
-            pack_metadata,
-            "slot_mapping.extend([-1] * padding)",
-            "slot_mapping.extend([0] * padding)",
-            padding_is_stored_nowhere,
+            "GeeeekExplorer/nano-vllm#212",
+            "a chunk of a prompt attends to slots that are not written yet",
+            "attention read more keys than had been stored",
+            AttentionMetadata.slots.func,
+            "slots[b, : sequence.seq_len]",
+            "slots[b]",
+            texts_alone_and_together,
         ),
     ],
     "Grammars": [
@@ -516,7 +510,7 @@ def main() -> None:
     for room, exhibits in ROOMS.items():
         print(f"\n{room}")
         if room == "Grammars" and find_spec("llguidance") is None:
-            print("  closed: llguidance is not installed (requirements-extra.txt)")
+            print("  closed: llguidance is not installed (the extra server)")
         else:
             caught += map(visit, exhibits)
     print(f"\n{sum(caught)} of {len(caught)} bugs are caught")

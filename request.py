@@ -51,7 +51,7 @@ class Request:
     # Of the prompt's tokens from the second on, if asked for. Siblings share the list.
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     sibling: Request | None = None  # this request waits until that one has read the same prompt
-    turn: float = 0.0  # the turn in the queue (batcher.py)
+    turn: float = 0.0  # the queue is ordered by turn, then by arrival (serve.py)
     arrived: float = 0.0  # seconds, by time.perf_counter
     started: float = 0.0  # when the request was first admitted (batcher.py)
     num_preemptions: int = 0

@@ -1,10 +1,10 @@
 """The model runner: one pass of the target for prompt chunks, decoding and verification.
 
-A *step* is one pass of the target; the last section of this page adds steps of several tokens. A
-request's *pending* tokens are those that the target's cache lacks. In a step a request reads a
-*chunk* of them and draws nothing, or it has a *round*: it reads them all, verifies its drafts, if
-it has any, and draws the next token. Both are a `ScheduledRequest`, so prefill, re-reading after
-preemption, a prefix hit, decoding and verification are one path, in any mix:
+A *step* is one pass of the target. A request's *pending* tokens are those that the target's cache
+lacks. In a step a request reads a *chunk* of them and draws nothing, or it has a *round*: it reads
+them all, verifies its drafts, if it has any, and draws the next token. Both are a
+`ScheduledRequest`, so prefill, re-reading after preemption, a prefix hit, decoding and verification
+are one path, in any mix:
 
                        num_tokens   num_drafts   samples
     chunk of a prompt      512           0        False
@@ -33,7 +33,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from automaton import Grammars
 from devices import live_graphs, send
-from drafters import Drafter, SelfDrafter
+from drafters import Drafter
 from gamma import AutoGamma
 from grammar import GrammarState
 from kvcache import Cache
@@ -111,8 +111,7 @@ def named_as_draft() -> Iterator[None]:
 class ModelRunner:
     """A target, its cache and perhaps a drafter, for all requests that are decoded together.
 
-    budget: the most work of a step, in tokens (`work`). multi_step: how many tokens a step without
-    drafts draws. grammars: None if no request has a grammar.
+    budget: the most work of a step, in tokens (`work`). grammars: None if no request has a grammar.
     """
 
     def __init__(
@@ -122,7 +121,6 @@ class ModelRunner:
         drawing: Drawing,
         drafter: Drafter | None = None,
         budget: int = 512,
-        multi_step: int = 1,
         grammars: Grammars | None = None,
     ):
         self.target = target
@@ -131,7 +129,6 @@ class ModelRunner:
         self.has_drafter = drafter is not None
         self.drafter = drafter or Drafter()
         self.budget = budget
-        self.multi_step = multi_step
         self.grammars = grammars
         self.auto_gamma = AutoGamma()
         self.next_gamma = 0  # drafts of the next round, for requests that do not fix their number
@@ -249,7 +246,8 @@ class ModelRunner:
         if self.drafter.feature_layers:
             T = scheduled[-1].tokens.stop
             features = self.target.empty_features(self.drafter.feature_layers, T)
-        round_tokens, logits = self._run(scheduled, rounds, features)
+        # A backend may draw several tokens at once; the plain one calls `run_rounds`, below.
+        round_tokens, logits = self.target.ops.run_rounds(self, scheduled, features)
         logprobs = self._logprobs(rounds, round_tokens, logits)
         self._record_prompts(scheduled, logits)
         new_tokens = {}
@@ -262,7 +260,7 @@ class ModelRunner:
         for item in scheduled:
             self.cache.commit(item.request.seq, item.request.tokens, item.num_made)
         if self.has_drafter and rounds:
-            seconds = time.perf_counter() - start  # `_run` has waited for the device
+            seconds = time.perf_counter() - start  # `run_rounds` has waited for the device
             if len(live_graphs) > num_graphs:  # this step recorded what later ones replay
                 is_typical = False
             self._choose_gamma(rounds, seconds, is_typical)
@@ -290,11 +288,8 @@ class ModelRunner:
                 return False
         return True
 
-    def _run(
-        self,
-        scheduled: Sequence[ScheduledRequest],
-        rounds: Sequence[ScheduledRequest],
-        features: Features | None,
+    def run_rounds(
+        self, scheduled: Sequence[ScheduledRequest], features: Features | None
     ) -> tuple[list[list[int]], Tensor]:
         """Run the passes of a step, and fill `features`.
 
@@ -302,9 +297,7 @@ class ModelRunner:
         of the target, as `_run_target` orders them. (If logprobs are asked for, they are without a
         grammar's masks.)
         """
-        counts = self._multi_step_counts(scheduled)
-        if counts:  # then no request asks for logits
-            return self._decode_multi_step(rounds, counts), torch.empty(0, dtype=self.target.dtype)
+        rounds = [item for item in scheduled if item.samples]
         requests = [item.request for item in rounds]
         num_drafts = [item.num_drafts for item in rounds]
         round = Round(requests, num_drafts, self.drawing, target=self.target)
@@ -405,7 +398,7 @@ class ModelRunner:
         logits: Tensor,
     ) -> list[list[TokenLogprob]]:
         """The records of each round's tokens; none if its request does not ask for them. A draft,
-        or its correction, has the row that verified it. logits: as `_run` returns them."""
+        or its correction, has the row that verified it. logits: as `run_rounds` returns them."""
         logprobs = []
         for item, new in zip(rounds, round_tokens):
             records = []
@@ -461,39 +454,3 @@ class ModelRunner:
                 "its grammar allows no token of this model here, or takes too much work for a "
                 "mask: simplify it"
             )
-
-    # ---- A step of several tokens, without drafts: the host waits for the device once
-
-    def _multi_step_counts(self, scheduled: Sequence[ScheduledRequest]) -> list[int]:
-        """How many tokens each request draws; [] if this is a step of one pass.
-
-        A step with a chunk of a prompt has one pass: the tokens of the other texts cost little
-        there. So has a step with a grammar or logprobs: the host makes masks, and needs logits.
-        """
-        n = self.multi_step
-        if n == 1 or self.has_drafter:
-            return []
-        if any(item.num_tokens > 1 or not item.samples for item in scheduled):
-            return []
-        settings = [item.request.settings for item in scheduled]
-        if any(one.follows is not None or one.logprobs is not None for one in settings):
-            return []
-        counts = [min(n, item.request.num_remaining) for item in scheduled]
-        # A step of fewer than n tokens would need a CUDA graph of its own (gpu/graphs.py).
-        if max(counts) < n:
-            return []
-        wanted = [(item.request.seq, count) for item, count in zip(scheduled, counts)]
-        return counts if self.cache.fits(wanted) else []
-
-    def _decode_multi_step(
-        self, rounds: Sequence[ScheduledRequest], counts: Sequence[int]
-    ) -> list[list[int]]:
-        """Let the target draft for itself, and take its drafts. In coupled mode a draft is drawn
-        with the random numbers of plain decoding at its position. So n drafts are the tokens of n
-        plain steps, and need no verification."""
-        requests = [item.request for item in rounds]
-        coupled = self.drawing._replace(coupled=True)
-        round = Round(requests, counts, coupled, target=self.target)
-        proposal = SelfDrafter(self.target, self.cache).chain(round).draft(round)
-        rows = self.target.group.agree(proposal.tokens.tolist())
-        return [check_tokens(row[:n]) for n, row in zip(counts, rows)]

@@ -15,6 +15,11 @@ freed just as soon. An `Answer` holds all outputs that one client waits for. It 
 text with those that the client has not taken yet. So a slow client gets fewer, longer pieces,
 delays nobody, and only costs the memory of its own outputs.
 
+A client that sends many requests at once does not make the next client wait for all of them. A
+client's request n (from 0) gets the current turn plus n, and the batch admits earlier turns first.
+When a request of a later turn has its first token, that turn has come; after max_batch first tokens
+the next one has. So no request waits forever (start-time fair queueing).
+
 An exception about one output (if it cannot be decoded, say) ends only that answer. An exception in
 a step ends the engine: every answer fails, and the event `failed` is set.
 
@@ -163,6 +168,7 @@ class BatchServer:
         self.error: BaseException | None = None
         # These belong to the engine thread:
         self.served: dict[Request, ServedRequest] = {}
+        self.turn = 0.0  # the current turn
         self.is_stopped = False
         # Both threads use this:
         self.commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -273,6 +279,8 @@ class BatchServer:
         results = {}
         for request, tokens in new_tokens.items():
             text = self.served[request]
+            if not text.stream.result.tokens:  # these are its first
+                self.turn = max(self.turn + 1 / self.engine.batcher.max_batch, request.turn)
             update = self._feed(text, tokens)
             if update is not None:
                 updates.append((text.answer, update))
@@ -309,8 +317,9 @@ class BatchServer:
     def _add(self, text: ServedRequest, arrived: float, num_before: int) -> None:
         """Add a request to the batch. num_before: the requests of this answer that come before."""
         request = text.stream.request
+        request.turn = self.turn + num_before
         try:
-            self.engine.batcher.add(request, num_before)
+            self.engine.batcher.add(request)
         except Exception as error:
             self._post(text.answer.fail, error)
             return
@@ -351,5 +360,5 @@ if __name__ == "__main__":
         from app.server import main
     except ModuleNotFoundError as error:
         needs = f"the server needs the package {error.name}"
-        sys.exit(refuse(f"{needs}: pip install -r requirements-extra.txt"))
+        sys.exit(refuse(f"{needs}: pip install '.[server]'"))
     sys.exit(main())

@@ -39,6 +39,7 @@ from testing.toys import (
     grammars,
     new_tokens,
     play,
+    several_tokens,
     toy_runner,
 )
 
@@ -55,8 +56,6 @@ WAYS = [  # the kinds of rows side by side, and how they are made
         for where in ("contiguous", "paged")
         for by_token in (False, True)
     ),
-    (PLAIN, dict(where="nothing", multi_step=2)),
-    (PLAIN, dict(where="nothing", multi_step=3)),
 ]
 RULED_WAYS = [
     (RULED, dict(where="own")),
@@ -79,6 +78,12 @@ def check(kinds: list[Kind], target=TARGET, **how) -> None:
 @pytest.mark.parametrize("kinds, how", WAYS, ids=range(len(WAYS)))
 def test_outputs_follow_the_targets_distribution(kinds, how):
     check(kinds, **how)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_outputs_of_several_tokens_a_step_follow_it(n):
+    with several_tokens(TARGET, n):
+        check(PLAIN, where="nothing")
 
 
 def test_coupled_outputs_follow_it():

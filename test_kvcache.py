@@ -51,17 +51,6 @@ def test_metadata_says_where_each_token_belongs():
     ]
 
 
-def test_metadata_is_refilled_in_place_and_padded():
-    metadata = AttentionMetadata([SequenceSlice([7], 0, 2)], 4, shape=(4, 3, 2))
-    buffer = metadata.buffer
-    metadata.fill([SequenceSlice([2, 6], 3, 6)])
-    assert metadata.buffer is buffer
-    assert metadata.positions.tolist() == [3, 4, 5, 0]
-    assert metadata.slot_mapping.tolist() == [11, 24, 25, -1]
-    assert metadata.cu_seqlens.tolist() == [0, 3, 3, 3] and metadata.seq_lens.tolist() == [6, 0, 0]
-    assert metadata.block_tables.tolist() == [[2, 6], [0, 0], [0, 0]]
-
-
 # ---- Every operation beside the same on Python lists
 
 

@@ -200,16 +200,18 @@ class Tokenizer:
         enable_thinking: bool | None = None,
         tools: list[Json] | None = None,
         most: int | None = None,
+        how: Json = {},
     ) -> list[int]:
         """The tokens of a conversation, [{"role": …, "content": …}, …], laid out by the chat
-        template, which may use enable_thinking. most: as in `encode`."""
+        template, which may use enable_thinking. most: as in `encode`; how: more values for the
+        template, if it names them."""
         source = self.template(tools)
         if source is None:
             raise UserError(
                 "there is no chat template; use a text, or a folder with a chat_template.jinja"
             )
         template = self._templates[source]
-        parts = template.parts(messages, add_generation_prompt, enable_thinking, tools)
+        parts = template.parts(messages, add_generation_prompt, enable_thinking, tools, how)
         return self._join(parts, True, most)
 
     # ---- Tokens to text

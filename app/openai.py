@@ -11,6 +11,7 @@ of a text, with the role in the first and the finish_reason in the last.
 then its finish_reason is `length`.
 """
 
+import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +21,8 @@ from typing import Any
 from uuid import uuid4
 
 from app.asgi import HttpError
-from app.fields import Body, ChatBody, ChatMessage, TextBody, read_body
+from app.conversation import read_conversation
+from app.fields import Body, ChatBody, TextBody, read_body
 from app.tools import (
     CallFormat,
     CallReader,
@@ -46,6 +48,7 @@ FORMATS = {  # where response_format may have a schema -> in which of its types
     "response_format.json_schema": ("json_schema",),
 }
 ANY_OBJECT = {"type": "object"}
+OF_THE_SERVER = {"messages", "tools", "documents", "add_generation_prompt"}  # a template's values
 Fields = dict[str, Any]  # a JSON object
 
 
@@ -135,48 +138,36 @@ def read_chat(body: ChatBody, tools: Tools | None, offer: Offer) -> list[list[in
     """The tokens of a conversation. A model without a chat template goes on from its texts."""
     if not body.messages:
         raise bad("messages", "messages must be a list of one message or more")
-    may_call = offer.call_format is not None
-    conversation = []
-    for n, message in enumerate(body.messages):
-        conversation.append(chat_message(f"messages[{n}]", message, may_call))
+    conversation = read_conversation(body.messages, one_call=False)
+    how = template_options(body)
     declared = None
     if tools is not None:
-        declared = [tool.model_dump(exclude={"function": {"strict"}}) for tool in body.tools]
+        declared = [tool.as_sent() for tool in body.tools]
     check_characters(conversation, offer)
-    thinking = body.chat_template_kwargs.enable_thinking
-    has_choice = "enable_thinking" in (offer.model.tokenizer.template(declared) or "")
-    if thinking is None and has_choice and body.reasoning_effort == "none":
-        thinking = False
     most = offer.limit - 1
     with too_many_refused("messages", offer):
         if offer.model.uses_template(None):
-            tokens = offer.model.tokenizer.chat(
-                conversation, enable_thinking=thinking, tools=declared, most=most
-            )
+            tokens = offer.model.tokenizer.chat(conversation, tools=declared, most=most, how=how)
         else:
             text = "\n".join(message["content"] for message in conversation)
-            tokens = offer.model.encode(text, thinking=thinking, most=most)
+            tokens = offer.model.encode(text, most=most)
     check_length("messages", tokens, offer)
     return [tokens]
 
 
-def chat_message(where: str, message: ChatMessage, may_call: bool) -> Message:
-    """A message with one text, as chat templates want it. may_call: the model's template has
-    tools."""
-    role = "system" if message.role == "developer" else message.role
-    if role == "tool" and not may_call:
-        raise bad(where, f"{where} must have a role: system, developer, user, assistant")
-    for name, owner in (("tool_calls", "assistant"), ("tool_call_id", "tool"), ("name", "tool")):
-        if getattr(message, name) and not (may_call and role == owner):
-            raise bad(f"{where}.{name}", f"{where}.{name} is not supported: leave it out")
-    if role != "assistant" and "content" not in message.model_fields_set:
-        raise bad(f"{where}.content", f"{where}.content is missing")
-    read: Message = {"role": role, "content": "".join(part.text for part in message.content)}
-    if role == "tool":
-        read |= {"tool_call_id": message.tool_call_id, "name": message.name}
-    if message.tool_calls:
-        read["tool_calls"] = [call.model_dump() for call in message.tool_calls]
-    return read
+def template_options(body: ChatBody) -> Fields:
+    """What only a template reads: it has no effect where the template does not name it."""
+    options: Fields = {"enable_thinking": body.enable_thinking}
+    if body.reasoning_effort != "auto":
+        options["reasoning_effort"] = body.reasoning_effort
+    if body.reasoning_effort == "none" and body.enable_thinking is None:
+        options["enable_thinking"] = False
+    options |= body.chat_template_kwargs
+    for name, value in options.items():
+        if name in OF_THE_SERVER or not re.fullmatch(r"[\w.-]{1,32}", str(value)):
+            path = f"chat_template_kwargs.{name}"
+            raise bad(path, f"{path} is not supported: leave it out")
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def read_prompts(body: TextBody, offer: Offer) -> list[list[int]]:

@@ -99,6 +99,23 @@ def test_shapes_are_few_and_large_enough():
     assert len({rounded(n) for n in range(1, 1025)}) == 20
 
 
+def test_metadata_is_refilled_in_place_and_padded():
+    """The padding has no slot: m0at/rvllm#32 stored it in slot 0."""
+    cache = PagedCache(KVSpec(1, 1, 16, device=DEVICE), 9, 4)
+    metadata = graphs.BucketMetadata(cache, graphs.Bucket(sequences=3, each=2, blocks=2))
+    buffer = metadata.buffer
+    for _ in range(2):
+        metadata.fill([SequenceSlice([2, 6], 3, 6)])
+        assert metadata.buffer is buffer
+        assert metadata.positions.tolist() == [3, 4, 5, 0, 0, 0]
+        assert metadata.slot_mapping.tolist() == [11, 24, 25, -1, -1, -1]
+        assert metadata.cu_seqlens.tolist() == [0, 3, 3, 3]
+        assert metadata.seq_lens.tolist() == [6, 0, 0]
+        assert metadata.block_tables.tolist() == [[2, 6], [0, 0], [0, 0]]
+        metadata.fill([SequenceSlice([7], 0, 2)] * 3)
+        assert metadata.slot_mapping.tolist() == [28, 29] * 3
+
+
 def test_a_sequence_that_has_all_its_drafts_stores_nothing_more():
     """Blocks of 4 tokens: the first sequence has two steps left, the second none, the third one, to
     the end of its blocks."""
@@ -249,7 +266,7 @@ def test_q_has_the_dtype_of_the_round():
 @torch.inference_mode()
 def test_drafts_beside_a_grammar_are_made_one_by_one_with_its_masks():
     """A recorded round sees no masks; only one text of the two has a grammar."""
-    pytest.importorskip("llguidance", reason="requirements-extra.txt is not installed")
+    pytest.importorskip("llguidance", reason="the extra 'server' is not installed")
     spelled = [bytes([40 + id]) for id in range(66)]  # token 66 is the end of a text
     tokenizer = SimpleNamespace(
         vocab_size=67,
