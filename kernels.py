@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from eagle import EagleHead
     from kvcache import AttentionMetadata, Cache
     from model import Features, Llama, Rope
-    from runner import ModelRunner, ScheduledRequest
+    from runner import Drawn, ModelRunner, ScheduledRequest
     from speculative import Proposal, Rng, Round, Verify
 
 # For each kind of device, the modules that have a subclass of Ops; the fastest one comes first.
@@ -129,6 +129,7 @@ def rotated(
 class Ops:
     """The plain operations, differentiable, in every dtype."""
 
+    step_budget = 512  # tokens of a pass, at most: longer prompts are read in chunks (batcher.py)
     language = "plain PyTorch"  # what computes, as the first line of a program says it
 
     # ---- Weights and storage
@@ -268,7 +269,7 @@ class Ops:
         runner: ModelRunner,
         scheduled: Sequence[ScheduledRequest],
         features: Features | None,
-    ) -> tuple[list[list[int]], Tensor]:
+    ) -> list[Drawn]:
         """The passes of a step, as `ModelRunner.run_rounds` makes them (runner.py)."""
         return runner.run_rounds(scheduled, features)
 
