@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 class EagleHead(HeadWeights):
     """`head(f, tokens, metadata)` -> z. `HeadWeights` (checkpoint/weights.py) makes the attributes:
-    fc, hidden_norm and feature_norms, one layer, norm and head; feature_layers, whose inputs are the
+    fc, hidden_norm, feature_norms, one layer, norm and head; feature_layers, whose inputs are the
     features; cache_layer, its own number in the target's cache; offsets, from its vocabulary to
     the target's; target; and `eagle`, in which published heads differ."""
 
