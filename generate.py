@@ -53,7 +53,6 @@ from speculative import Drawing
 
 OPTIONS = tuple(Options.__dataclass_fields__)
 LOADING = ("device", "dtype", "bits", "plain")  # parameters of `Model.load`
-STEP_BUDGET = 512  # tokens of one pass, at most: longer prompts are read in chunks (batcher.py)
 
 
 @torch.inference_mode()
@@ -172,7 +171,8 @@ class Engine:
         is_coupled = options.verify == "coupled"
         drawing = Drawing(vocab_size, is_coupled, by_token=options.verify == "token")
         drafter = draft.make(draft_cache)
-        self.runner = ModelRunner(llama, cache, drawing, drafter, STEP_BUDGET, model.grammars)
+        budget = llama.ops.step_budget
+        self.runner = ModelRunner(llama, cache, drawing, drafter, budget, model.grammars)
         self.batcher = Batcher(self.runner, options.max_batch)
         if options.max_batch > 1:  # compile now what only steps of many texts launch
             llama.ops.warm_up(llama, cache, vocab_size)

@@ -510,7 +510,7 @@ def main() -> None:
     for room, exhibits in ROOMS.items():
         print(f"\n{room}")
         if room == "Grammars" and find_spec("llguidance") is None:
-            print("  closed: llguidance is not installed (requirements-extra.txt)")
+            print("  closed: llguidance is not installed (the extra server)")
         else:
             caught += map(visit, exhibits)
     print(f"\n{sum(caught)} of {len(caught)} bugs are caught")

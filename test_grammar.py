@@ -24,11 +24,12 @@ from runner import ModelRunner
 from speculative import Drawing, Round
 from testing.pages import ROOT
 from testing.pieces import load, tokenizer_model
+from testing.programs import told as table
 from testing.toys import END, SPELLING, FourTokens, Letters, Place, grammars, new_tokens, toy_cache
 from testing.worlds import RULES
 from tokenizer import Tokenizer
 
-pytest.importorskip("llguidance", reason="requirements-extra.txt is not installed")
+pytest.importorskip("llguidance", reason="the extra 'server' is not installed")
 import automaton
 import bounds
 import grammar as grammar_page
@@ -147,17 +148,6 @@ def model() -> Model:
     return Model.load("tiny", "cpu")
 
 
-@pytest.mark.parametrize("name", ["tiny-draft", "tiny-eagle", "ngram", "self"])
-def test_coupled_drafts_leave_a_masked_text_as_it_is(name, model):
-    """With each drafter that a user can name, a text alone: on a CPU it could be C that drafts."""
-    schema = {"type": "object", "properties": {"who": {"type": "string", "maxLength": 12}}}
-    how = dict(target=model, seed=2, temperature=1.0, max_tokens=30, schema=schema)
-    plain = generate("Once upon a time", **how)
-    drafted = generate("Once upon a time", draft=name, gamma=3, verify="coupled", **how)
-    assert drafted.tokens == plain.tokens
-    assert drafted.speculation.acceptance > 0.1
-
-
 @pytest.mark.parametrize("coupled", [False, True], ids=["exact", "coupled"])
 def test_a_text_ends_with_its_grammar_whatever_its_request_ignores(coupled, model):
     """Each kind of grammar, each drafter: behind a drafted end-of-text nothing is made."""
@@ -173,6 +163,8 @@ def test_a_text_ends_with_its_grammar_whatever_its_request_ignores(coupled, mode
                 chosen = Settings(temperature, seed=i, max_tokens=40, gamma=gamma, **rule)
                 requests.append(Request(model.encode("Once upon a time"), chosen, ends))
         list(engine.batcher.run(requests))
+        accepted = sum(stats.num_accepted for r in requests for stats in r.rounds)
+        assert (accepted > 0) == (draft is not None)
         return [(new_tokens(request), request.finish_reason) for request in requests]
 
     plain = texts_of(None)
@@ -264,36 +256,43 @@ def test_the_text_of_a_reply_keeps_its_first_space(vocabularies):
 # ---- Mistakes
 
 WRONG = [  # setting, value, what is told
-    ("schema", "{", "must be a JSON object"),
-    ("schema", "[1]", "it is something else"),
     ("schema", "[" * 100_000, "must be a JSON object"),
-    ("schema", {"type": "strange"}, "Invalid type: strange"),
-    ("schema", {"patternProperties": [5], "pattern": {}}, "cannot be met"),
-    ("schema", {"not": {"type": "null"}}, "Unimplemented keys"),
-    ("schema", {"type": "integer", "minimum": 3, "maximum": 2}, "cannot be met"),
-    ("schema", {"type": "string", "pattern": "(?=a)b"}, "look-ahead"),
-    ("schema", {"const": -(2**63)}, "const has -9223372036854775808, and whole numbers"),
-    ("schema", {"enum": [{"a": [2**53 + 1]}]}, "a has 9007199254740993, and whole numbers"),
-    ("schema", {"minimum": -1e20, "maximum": -1e19, "type": "integer"}, "and whole numbers"),
-    ("schema", {"exclusiveMinimum": 2**53}, "exclusiveMinimum has 9007199254740992"),
-    ("grammar", 'start: %json {"maximum": 1e999}', "maximum has inf"),
     ("schema", json.loads('{"items": ' * 200 + "{}" + "}" * 200), "cannot be met"),
-    ("regex", "a(", "unclosed group"),
-    ("regex", "a\\\\\\", "ends with a backslash that escapes nothing; write two"),
-    ("schema", {"patternProperties": {"a\\": {}}}, "regular expression a\\ ends with a backslash"),
-    ("regex", "", "not empty"),
-    ("regex", "\ud800", "not empty"),
     ("grammar", "start: " + '("a"|"b") ' * 66_000, "at most 131,072 are compiled; shorten it"),
-    ("choice", [], "must be a text"),
-    ("choice", ["a", ""], "none of them empty"),
-    ("grammar", "start: one", "cannot be met: unknown name"),
-    ("grammar", 'start: "a" %', "cannot be met: lexer error"),
-    ("grammar", 'root ::= "a"', "it must be in Lark, which has : for ::= (Expected"),
-    ("grammar", 'start: %json {"type', "%json in the grammar is no JSON"),
     ("grammar", "start: %json " + "[" * 10_000, "%json in the grammar is no JSON"),
-    ("grammar", 'start: "x" <[3]>', "names a control token"),
-    ("grammar", "start: <|endoftext|>", "names a control token"),
-    ("grammar", '# "\nstart: <[3]> # "', "names a control token"),
+]
+WRONG += [
+    (*json.loads(asked).popitem(), told)
+    for asked, told in table(
+        r"""
+        {"schema": "{"} → must be a JSON object
+        {"schema": "[1]"} → it is something else
+        {"schema": {"type": "strange"}} → Invalid type: strange
+        {"schema": {"patternProperties": [5], "pattern": {}}} → cannot be met
+        {"schema": {"not": {"type": "null"}}} → Unimplemented keys
+        {"schema": {"type": "integer", "minimum": 3, "maximum": 2}} → cannot be met
+        {"schema": {"type": "string", "pattern": "(?=a)b"}} → look-ahead
+        {"schema": {"const": -9223372036854775808}} → const has -9223372036854775808, and whole num
+        {"schema": {"enum": [{"a": [9007199254740993]}]}} → a has 9007199254740993, and whole num
+        {"schema": {"minimum": -1e20, "maximum": -1e19, "type": "integer"}} → and whole numbers
+        {"schema": {"exclusiveMinimum": 9007199254740992}} → exclusiveMinimum has 9007199254740992
+        {"grammar": "start: %json {\"maximum\": 1e999}"} → maximum has inf
+        {"regex": "a("} → unclosed group
+        {"regex": "a\\\\\\"} → ends with a backslash that escapes nothing; write two
+        {"schema": {"patternProperties": {"a\\": {}}}} → expression a\ ends with a backslash
+        {"regex": ""} → not empty
+        {"regex": "\ud800"} → not empty
+        {"choice": []} → must be a text
+        {"choice": ["a", ""]} → none of them empty
+        {"grammar": "start: one"} → cannot be met: unknown name
+        {"grammar": "start: \"a\" %"} → cannot be met: lexer error
+        {"grammar": "root ::= \"a\""} → it must be in Lark, which has : for ::= (Expected
+        {"grammar": "start: %json {\"type"} → %json in the grammar is no JSON
+        {"grammar": "start: \"x\" <[3]>"} → names a control token
+        {"grammar": "start: <|endoftext|>"} → names a control token
+        {"grammar": "# \"\nstart: <[3]> # \""} → names a control token
+        """
+    )
 ]
 
 

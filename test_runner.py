@@ -352,7 +352,7 @@ def test_logprobs_are_those_of_a_plain_pass(pair, coupled):
 
 def test_logprobs_beside_a_grammar_are_those_of_the_model(pair):
     """Not those of the logits that are masked."""
-    pytest.importorskip("llguidance", reason="requirements-extra.txt is not installed")
+    pytest.importorskip("llguidance", reason="the extra 'server' is not installed")
     requests = []
     for gamma in (0, 3):
         requests.append(pair_request(pair, PROMPTS[0], logprobs=2, gamma=gamma, regex="[ab]*"))

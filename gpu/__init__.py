@@ -93,6 +93,9 @@ class GPU(MultiStep):
     language = "Triton kernels"
 
     def __init__(self, records: bool = True):
+        self.newest = 0  # the id of the last weight that was multiplied
+        self.attended: dict[str, Any] | None = None  # the backend of the cache that was read since
+        self.step_budget = tuning.STEP_BUDGET if tuning.is_on("chunks") else Ops.step_budget
         self.records = records and tuning.is_on("graphs") and tuning.is_on("sampling")
 
     def dtypes(
@@ -108,19 +111,22 @@ class GPU(MultiStep):
 
     def linear(self, x: Tensor, weight: Linear) -> Tensor:
         w = products.Stored.of(weight)
-        if not is_fusable(x) or not products.can_read(w, x.dtype):
-            return super().linear(x, weight)
-        if products.fits_kernel(x, w):
+        if self.attended is not None:  # w will be fetched when this layer attends again
+            self.attended[f"after weight {self.newest}"] = w.values
+            self.attended = None
+        self.newest = id(w.values)
+        by = products.multiplier(x, w)
+        if by == "kernel":
             return products.stored_product(in_order(x, weight), w)
-        if w.rounds and not products.multiplies_8_bits(x, w):
-            return super().linear(x, weight)
-        return products.torch_product(in_order(x, weight), w)
+        if by == "torch":
+            return products.torch_product(in_order(x, weight), w)
+        return super().linear(x, weight)
 
     def swiglu(self, x: Tensor, gate_up: Linear) -> Tensor:
         if not is_fusable(x) or not tuning.is_on("fused"):
             return super().swiglu(x, gate_up)
         w = products.Stored.of(gate_up)
-        if products.can_read(w, x.dtype) and products.fits_kernel(x, w):
+        if products.multiplier(x, w) == "kernel":
             return products.stored_product(in_order(x, gate_up), w, swiglu=True)
         return fused.fused_swiglu(self.linear(x, gate_up))
 
@@ -165,7 +171,13 @@ class GPU(MultiStep):
             )
             backend["arrivals"] = torch.empty(k.shape[:2], dtype=torch.int32, device=k.device)
         arrivals = backend["arrivals"]
-        q = store_vectors(q, k, v, keys, values, metadata.slot_mapping, S, arrivals, rope, norm)
+        ahead = None
+        if tuning.fetches(q.device, len(q)):
+            self.attended = cache.backend
+            ahead = cache.backend.get(f"after weight {self.newest}")
+        q = store_vectors(
+            q, k, v, keys, values, metadata.slot_mapping, S, arrivals, rope, norm, ahead
+        )
         block = 0 if S >= cache.max_len else S  # 0: one block a sequence
         return flash.flash_attention(
             q,
