@@ -92,7 +92,7 @@ class Grammars:
         self.is_slow = False  # whether the last masks took longer than grammar.SLOW_STEP
 
     def compile(self, grammar: Grammar) -> LLMatcher:
-        """The automaton before the first token, whose mask is computed. UserError if nothing follows
+        """The automaton before the first token, with its mask computed. UserError if none follows
         the grammar, if it cannot be read, or if it is too large."""
         return self.submit(grammar).result()
 

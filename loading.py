@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -106,32 +106,28 @@ class Model:
         spells become those tokens; without it they are read as text, and a warning says so.
         thinking: what a template gets as enable_thinking. most: TooManyTokens is raised beyond it.
         """
-        if not self.uses_template(chat):
-            is_plain = isinstance(prompt, str) and system is None and thinking is None
-            if chat or not is_plain:
+        if self.uses_template(chat):
+            if special:
                 raise UserError(
-                    "chat messages, a system message and thinking need a chat template: leave "
-                    "them out, or use an Instruct model without --raw"
+                    "special is about plain prompts, and a chat template lays this one out: leave "
+                    "special out, or add --raw"
                 )
-            tokens = self.tokenizer.prompt(prompt, special, most)
-            control = self.tokenizer.spelled_control(prompt)
-            if control and not special:
-                warnings.warn(
-                    f"a prompt spells the control token {control}, which is read as text: "
-                    "--special, or a field special, makes it that token"
-                )
-            return tokens
-        if special:
+            messages = as_messages(prompt, system)
+            return self.tokenizer.chat(messages, enable_thinking=thinking, most=most)
+        is_plain = isinstance(prompt, str) and system is None and thinking is None
+        if chat or not is_plain:
             raise UserError(
-                "special is about plain prompts, and a chat template lays this one out: leave "
-                "special out, or add --raw"
+                "chat messages, a system message and thinking need a chat template: leave "
+                "them out, or use an Instruct model without --raw"
             )
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        if not isinstance(messages, Sequence) or not messages:
-            raise UserError(f"a prompt is {messages!r}: it must be a text, or a list of messages")
-        if system is not None:
-            messages = [{"role": "system", "content": system}, *messages]
-        return self.tokenizer.chat(messages, enable_thinking=thinking, most=most)
+        tokens = self.tokenizer.prompt(prompt, special, most)
+        control = self.tokenizer.spelled_control(prompt)
+        if control and not special:
+            warnings.warn(
+                f"a prompt spells the control token {control}, which is read as text: "
+                "--special, or a field special, makes it that token"
+            )
+        return tokens
 
     def max_total_tokens(self, options: Options) -> int:
         """The most tokens of prompt and answer: options.max_len; without it, what memory allows, up
@@ -183,19 +179,33 @@ class Model:
         return Request(tokens, settings, self.eos_token_ids, is_reply=is_reply)
 
 
+def as_messages(prompt: str | list[Message], system: str | None) -> list[Message]:
+    """A conversation: the prompt, after a system message if there is one."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if not isinstance(messages, Sequence) or not messages:
+        raise UserError(f"a prompt is {messages!r}: it must be a text, or a list of messages")
+    if system is not None:
+        messages = [{"role": "system", "content": system}, *messages]
+    return messages
+
+
 # ---- Drafts --------------------------------------------------------------------------------------
 
 
 class Draft(NamedTuple):
     """What `Engine` needs to make a drafter."""
 
-    make: Callable[[Cache], Drafter]  # called with the draft's own cache, or with the target's
+    # Called with the draft's own cache, or with the target's.
+    make: Callable[[Cache], Drafter | None]
     models: tuple[Llama, ...] = ()  # the model or EAGLE head that drafts, if there is one
     has_own_cache: bool = False
     draft_layers: int = 0  # how many layers it adds to the target's cache
 
 
-# What a caller may give as a draft: a name, or what is loaded already.
+NO_DRAFT = Draft(lambda cache: None)
+
+# What a caller may give as a draft: a kind of `DRAFTS`, the name of a model (an alias, a Hub id, a
+# folder or a GGUF), or what is loaded already.
 DraftName = str | Path | Model | Draft | None
 
 
@@ -227,20 +237,37 @@ def int4_draft(model: Model) -> Draft:
     return Draft(lambda cache: SelfDrafter(copy, cache), (copy,))
 
 
+def model_draft(draft: Model, model: Model) -> Draft:
+    """`--draft NAME`: a model with the target's vocabulary, on the target's device."""
+    difference = model.tokenizer.difference(draft.tokenizer)
+    if difference:
+        raise UserError(
+            f"the draft's vocabulary is not the target's: {difference}; take its family, or ngram"
+        )
+    llama = draft.llama
+    device = model.llama.device
+    if llama.device != device:
+        raise UserError(
+            f"the draft is on {llama.device}, and the target on {device}: load both on one"
+        )
+    return Draft(lambda cache: ModelDrafter(llama, cache), (llama,), has_own_cache=True)
+
+
 DRAFTS: dict[str, Callable[[Model], Draft]] = {"ngram": ngram_draft, "self": int4_draft}
 
 
-def names_model(draft: Any) -> bool:
+def names_model(draft: DraftName) -> bool:
     """Whether this is the name of a model that drafts, not loaded yet."""
-    return not isinstance(draft, Model | Draft | None) and draft not in [*DRAFTS]
+    is_kind = isinstance(draft, str) and draft in DRAFTS
+    return not is_kind and not isinstance(draft, Model | Draft | None)
 
 
-def check_draft(name: DraftName, bits: Kind | None) -> None:
+def check_draft(draft: DraftName, bits: Kind | None) -> None:
     """What is wrong with a draft's name or bits, told before any weights are loaded: UserError, or
     FileNotFoundError. bits: as of `load_draft`."""
-    if names_model(name):
-        draft_config(find_model(name, DRAFTS), bits)
-    elif bits is not None and (name, bits) != ("self", 4):  # it has 4 bits anyway
+    if names_model(draft):
+        draft_config(find_model(draft, DRAFTS), bits)
+    elif bits is not None and (draft, bits) != ("self", 4):  # it has 4 bits anyway
         raise UserError(
             f"draft_bits is {bits}, and there is no draft to round: self is INT4 as it is, ngram "
             "has no weights, and a loaded draft stays as it is; leave draft_bits out"
@@ -248,42 +275,29 @@ def check_draft(name: DraftName, bits: Kind | None) -> None:
 
 
 def load_draft(
-    name: DraftName,
+    draft: DraftName,
     model: Model,
     dtype: torch.dtype | None = None,
     bits: Kind | None = None,
 ) -> Draft | None:
-    """The draft of this name: an entry of `DRAFTS`, an EAGLE head for this target, or a model with
-    the target's vocabulary, which is loaded on the target's device. dtype: of a model (a head has
-    the target's). bits: of its weights; None: the target's, or those that it is stored in
-    (`default_bits`)."""
-    check_draft(name, bits)
+    """What drafts for this model; None for None. dtype: of a draft model (a head has the target's).
+    bits: of its weights; None: the target's, or those that it is stored in (`default_bits`)."""
+    check_draft(draft, bits)
+    if draft is None or isinstance(draft, Draft):
+        return draft
+    if isinstance(draft, Model):
+        return model_draft(draft, model)
+    if not names_model(draft):
+        return DRAFTS[draft](model)
     target = model.llama
-    if names_model(name):
-        folder = find_model(name, DRAFTS)
-        if bits is None:
-            bits = default_bits(folder, target.config)
-        if is_eagle(folder):
-            head = load_eagle(EagleHead, folder, target, bits)
-            return Draft(lambda cache: EagleDrafter(head, cache), (head,), draft_layers=1)
-        is_plain = type(target.ops) is Ops
-        # From here on, as if the caller had loaded it.
-        name = Model.load(folder, target.device, dtype, bits, is_plain)
-    if name is None or isinstance(name, Draft):
-        return name
-    if name in DRAFTS:
-        return DRAFTS[name](model)
-    difference = model.tokenizer.difference(name.tokenizer)
-    if difference:
-        raise UserError(
-            f"the draft's vocabulary is not the target's: {difference}; take its family, or ngram"
-        )
-    llama = name.llama
-    if llama.device != target.device:
-        raise UserError(
-            f"the draft is on {llama.device}, and the target on {target.device}: load both on one"
-        )
-    return Draft(lambda cache: ModelDrafter(llama, cache), (llama,), has_own_cache=True)
+    folder = find_model(draft, DRAFTS)
+    if bits is None:
+        bits = default_bits(folder, target.config)
+    if is_eagle(folder):
+        head = load_eagle(EagleHead, folder, target, bits)
+        return Draft(lambda cache: EagleDrafter(head, cache), (head,), draft_layers=1)
+    is_plain = type(target.ops) is Ops
+    return model_draft(Model.load(folder, target.device, dtype, bits, is_plain), model)
 
 
 def main() -> None:

@@ -194,14 +194,13 @@ class ModelRunner:
             budget = self.budget
         start = self.cache.length(request.seq)
         num_pending = self.num_pending(request)
-        whole = ScheduledRequest(request, start, num_pending)
-        left = budget - self.work(whole)
-        num_drafts = self._num_drafts(request, left)
-        whole = whole._replace(num_drafts=num_drafts)
+        pending = ScheduledRequest(request, start, num_pending)
+        num_drafts = self._num_drafts(request, left=budget - self.work(pending))
+        whole_round = pending._replace(num_drafts=num_drafts)
         # A drafter in the target's cache needs the keys and values of all but the last token.
         can_draft = num_pending == 1 or not self.drafter.shares_target_cache
-        if self.work(whole) <= budget and (can_draft or num_drafts == 0):
-            return whole
+        if self.work(whole_round) <= budget and (can_draft or num_drafts == 0):
+            return whole_round
         # A chunk leaves the last token for the round. If only that token is pending, the chunk is
         # empty, and the batcher drops it.
         num_tokens = min(self._longest_chunk(start, budget), num_pending - 1)
@@ -241,19 +240,17 @@ class ModelRunner:
     def step(self, scheduled: Sequence[ScheduledRequest]) -> dict[Request, list[int]]:
         """Run the plans -> the new tokens of each request that had a round. If the step fails, or
         is interrupted, its requests are closed."""
+        scheduled = with_rows(scheduled)
         try:
-            return self._step(scheduled)
+            with self._timed(scheduled):
+                return self._step(scheduled)
         except BaseException:  # Ctrl-C, too
             for item in scheduled:
                 self.close(item.request)
             raise
 
     def _step(self, scheduled: Sequence[ScheduledRequest]) -> dict[Request, list[int]]:
-        scheduled = with_rows(scheduled)
         rounds = [item for item in scheduled if item.samples]
-        is_typical = self._is_typical(scheduled)
-        num_graphs = len(live_graphs)
-        start = time.perf_counter()
         features = None
         if self.drafter.feature_layers:
             T = scheduled[-1].tokens.stop
@@ -269,17 +266,22 @@ class ModelRunner:
         self.drafter.learn(scheduled, features)
         for item in scheduled:
             self.cache.commit(item.request.seq, item.request.tokens)
-        if self.has_drafter and rounds:
-            seconds = time.perf_counter() - start  # `run_rounds` has waited for the device
-            if len(live_graphs) > num_graphs:  # this step recorded what later ones replay
-                is_typical = False
-            self._choose_gamma(rounds, seconds, is_typical)
         return new_tokens
 
-    def _choose_gamma(
-        self, rounds: Sequence[ScheduledRequest], seconds: float, is_typical: bool
-    ) -> None:
-        """Choose γ of the next step, from what this one took and made."""
+    @contextmanager
+    def _timed(self, scheduled: Sequence[ScheduledRequest]) -> Iterator[None]:
+        """Choose γ of the next step, from the time of the step in this block and its drafts."""
+        rounds = [item for item in scheduled if item.samples]
+        if not rounds or not self.has_drafter:
+            yield
+            return
+        is_typical = self._is_typical(scheduled)
+        num_graphs = len(live_graphs)
+        start = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - start  # the step has waited for the device
+        if len(live_graphs) > num_graphs:  # it recorded what later ones replay
+            is_typical = False
         # All processes must choose the same.
         nanoseconds, is_typical = self.target.group.agree([int(1e9 * seconds), is_typical])
         if is_typical:
