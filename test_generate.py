@@ -605,10 +605,10 @@ def test_what_does_not_go_together_is_refused_before_memory_is_asked_for(model):
     for wrong, says in (
         (dict(kv="tree"), "kv is 'tree'"),
         (dict(kv="contiguous", kv_memory=0.5), "kv_memory is for the paged cache"),
-        (dict(use_cache=False, max_batch=2), "without a cache there are no drafts, no batch"),
+        (dict(use_cache=False, max_batch=2), "drafts, batches and cache options need a cache"),
         (dict(use_cache=False, kv_bits=8), "leave out --draft, --prompts, --kv, --kv-bits"),
-        (dict(use_cache=False, kv="contiguous"), "without a cache there are no drafts"),
-        (dict(use_cache=False, kv_memory=1e6), "without a cache there are no drafts"),
+        (dict(use_cache=False, kv="contiguous"), "drafts, batches and cache options need a cache"),
+        (dict(use_cache=False, kv_memory=1e6), "drafts, batches and cache options need a cache"),
         (dict(use_cache="no"), "use_cache is 'no': it must be true or false"),
         (dict(prefix_caching=None), "prefix_caching is None: it must be true or false"),
         (dict(max_len=50.5), "max_len is 50.5: it must be a whole number"),
@@ -762,7 +762,7 @@ def test_mistakes_of_python_callers_are_told_in_a_line(model):
     for said, prompt, given in (
         ("chat messages, .* need a chat template", message, {}),
         ("chat messages, .* need a chat template", 5, {}),
-        ("gamma is about drafted tokens", PROMPT, dict(gamma=2)),
+        ("gamma needs drafted tokens", PROMPT, dict(gamma=2)),
         ("chat is 0: it must be true or false", PROMPT, dict(chat=0)),
         (r"the name of a model is \[5\]: it must be a text", PROMPT, dict(draft=[5])),
         ("dtype is 'float32'; it must be None, torch.float32", PROMPT, dict(dtype="float32")),

@@ -264,7 +264,7 @@ def many_prompts(
 
     def check(request: Request) -> None:
         if args.draft is None and request.settings.gamma is not None:
-            raise UserError("gamma is about drafted tokens: name a --draft, or leave it out")
+            raise UserError("gamma needs drafted tokens: name a --draft, or leave it out")
         engine.batcher.check(request)
 
     texts = text.removeprefix("\ufeff").split("\n")  # a text may hold other line ends

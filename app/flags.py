@@ -249,7 +249,7 @@ def check_values(args: argparse.Namespace) -> None:
             raise UserError(f"{flag(name)} is {value}: it must be from {low} to {high:,}")
     for name in ("gamma", "verify", "draft_bits", "color"):
         if args.draft is None and getattr(args, name, None) not in (None, False):
-            raise UserError(f"{flag(name)} is about drafted tokens: name a --draft (tiny-draft, …)")
+            raise UserError(f"{flag(name)} needs drafted tokens: name a --draft (tiny-draft, …)")
 
 
 # ---- serve.py ----------------------------------------------------------------------------------

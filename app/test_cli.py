@@ -250,7 +250,7 @@ def test_a_bad_line_keeps_its_id_and_the_others_are_served(base, capsys, tmp_pat
         ),
         ('{"id": null}', "prompt is None"),
         ('{"prompt": "a", "id": [1], "top_p": 7}', "top_p is 7"),
-        ('{"prompt": "a", "id": 4, "gamma": 2}', "gamma is about drafted tokens"),
+        ('{"prompt": "a", "id": 4, "gamma": 2}', "gamma needs drafted tokens"),
         ('{"prompt": "a", "id": 5, "system": 3}', "a system message"),
         ('{"prompt": "a", "id": 6, "raw": 1}', "raw is 1"),
         ('{"prompt": "a", "id": 8, "chat": true}', "'chat' is no field"),
@@ -299,7 +299,7 @@ def test_results_go_to_a_file_and_what_was_there_stays_after_a_mistake(base, cap
         ((PROMPT, *flags[:-1], tmp_path), "is not a file"),
         ((PROMPT, *flags), "is not empty, and what it holds"),
         ((PROMPT, *new, "--max-len", "3"), "the prompt has"),
-        (("--prompts", prompts, *new, "--no-cache"), "without a cache there are no"),
+        (("--prompts", prompts, *new, "--no-cache"), "need a cache"),
     ):
         status, _, err = run(capsys, *wrong)
         assert status == 2 and says in err and out.read_text() == text, err
@@ -538,14 +538,14 @@ BAD_FLAGS = told(
     --logprobs 2 → --logprobs is about JSON results
     --prompt-logprobs 2 → --prompt-logprobs is about JSON results
     --logprobs 21 --json → logprobs is 21: it must be a whole number from 0 to 20
-    --gamma 2 → --gamma is about drafted tokens: name a --draft
+    --gamma 2 → --gamma needs drafted tokens: name a --draft
     --verify block → --verify is about drafted
     --draft-bits 8 → --draft-bits is about drafted
     --draft ngram --draft-bits 8 → draft_bits is 8, and there is no draft to round
     --draft self --draft-bits 8 → draft_bits is 8, and there is no draft to round: self is INT4
     --draft tiny-draft --draft-bits 5 → bits is 5; it must be 8, 4
-    --no-cache --kv-bits 8 → without a cache there are no drafts
-    --no-cache --draft self → without a cache there are no drafts
+    --no-cache --kv-bits 8 → drafts, batches and cache options need a cache
+    --no-cache --draft self → drafts, batches and cache options need a cache
     --draft ngram --gamma -1 → gamma is -1: it must be a whole number
     --draft ngram --gamma many → gamma is 'many'
     --draft ngram --gamma 1000000000000000000 → a step has a budget of 512 tokens

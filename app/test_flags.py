@@ -30,7 +30,7 @@ MISTAKES = told(
     --temperature -1 Once → temperature is -1: it must be from 0
     --max-tokens -1 Once → max_tokens is -1
     --regex a --choice b Once → regex and choice are given
-    --gamma 2 Once → --gamma is about drafted tokens
+    --gamma 2 Once → --gamma needs drafted tokens
     --verify maybe Once → verify is 'maybe': it must be block, token or coupled
     --kv-bits 5 Once → kv_bits is '5': it must be 16, 8, 4 or 8/4
     --out /nowhere/at/all Once → /nowhere/at/all is not a file

@@ -1122,8 +1122,8 @@ def test_mistakes_are_one_line(capsys):
     table = r"""
         --port 70000 → --port is 70000
         --max-queue 0 → --max-queue is 0
-        --gamma 2 → --gamma is about drafted tokens
-        --draft-bits 4 → --draft-bits is about drafted tokens
+        --gamma 2 → --gamma needs drafted tokens
+        --draft-bits 4 → --draft-bits needs drafted tokens
         --grace -1 → --grace is -1.0
         --api-key '' → --api-key is empty
         --host '' → --host is empty
