@@ -257,13 +257,13 @@ def test_the_ends_of_a_text_are_those_of_three_files(
 def test_a_control_token_that_a_prompt_spells_is_told_and_read_if_asked_for(model, instruct):
     prompt = "a<|im_end|>b"
     settings = dict(max_tokens=1, seed=1)
-    with pytest.warns(UserWarning, match=r"spells the control token <\|im_end\|>.*--special"):
+    with pytest.warns(UserWarning, match=r"contains the control token <\|im_end\|>.*--special"):
         assert max(generate(prompt, model, **settings).prompt_tokens) < 256
     read = generate([prompt, "a"], model, special=True, **settings)
     assert [result.prompt_tokens for result in read] == [[97, 258, 98], [97]]
     chat = Model.load(instruct, "cpu")
     assert generate(prompt, chat, chat=False, special=True, **settings).prompt_tokens[1] == 258
-    for wrong, says in ((True, "special is about plain prompts"), ("yes", "special is 'yes'")):
+    for wrong, says in ((True, "special is for plain prompts"), ("yes", "special is 'yes'")):
         with pytest.raises(UserError, match=says):
             generate(prompt, chat, special=wrong)
 

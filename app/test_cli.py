@@ -514,7 +514,7 @@ BAD_FLAGS = told(
     --tensor-parallel 2 --device cpu:0 → each process takes its own: name cpu
     --n 1000000000000000000 → it must be from 1 to 65,536
     --seed 18446744073709551616 → seed is
-    --kv-memory inf → inf bytes, and
+    --kv-memory inf → inf bytes of memory, and
     --kv-memory 1e5 --kv contiguous → kv_memory is for the paged cache
     --stop '' → stop is ['']
     --schema /no/such/file → /no/such/file cannot be read
@@ -534,15 +534,15 @@ BAD_FLAGS = told(
     --target /no/such/folder → neither a folder
     --draft ngrams → tiny-eagle, ngram, self
     --prompts x → --prompts FILE has the prompts
-    --color → --color is about drafted
-    --logprobs 2 → --logprobs is about JSON results
-    --prompt-logprobs 2 → --prompt-logprobs is about JSON results
+    --color → --color needs drafted
+    --logprobs 2 → --logprobs is for JSON results
+    --prompt-logprobs 2 → --prompt-logprobs is for JSON results
     --logprobs 21 --json → logprobs is 21: it must be a whole number from 0 to 20
     --gamma 2 → --gamma needs drafted tokens: name a --draft
-    --verify block → --verify is about drafted
-    --draft-bits 8 → --draft-bits is about drafted
+    --verify block → --verify needs drafted
+    --draft-bits 8 → --draft-bits needs drafted
     --draft ngram --draft-bits 8 → draft_bits is 8, and there is no draft to round
-    --draft self --draft-bits 8 → draft_bits is 8, and there is no draft to round: self is INT4
+    --draft self --draft-bits 8 → draft_bits is 8, and there is no draft to round: self is always INT4
     --draft tiny-draft --draft-bits 5 → bits is 5; it must be 8, 4
     --no-cache --kv-bits 8 → drafts, batches and cache options need a cache
     --no-cache --draft self → drafts, batches and cache options need a cache
@@ -553,7 +553,7 @@ BAD_FLAGS = told(
     --draft ngram --color --json → --color is for text
     --draft no-such-model → 'no-such-model' is neither
     --draft tiny-draft → the draft's vocabulary is not the target's: token 256 is
-    --draft self --bits 4 → the target's weights are INT4 already
+    --draft self --bits 4 → the target's weights are already INT4
     """
 )
 BAD_FLAGS += [(f"--top-k {'9' * 5000}", "top_k is inf"), (f"--n {10**400}", "to 65,536")]
