@@ -131,7 +131,7 @@ class Model:
             )
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if not isinstance(messages, Sequence) or not messages:
-            raise UserError(f"a prompt is {messages!r}: it must be a text or a list of messages")
+            raise UserError(f"a prompt is {messages!r}: it must be a text, or a list of messages")
         if system is not None:
             messages = [{"role": "system", "content": system}, *messages]
         return self.tokenizer.chat(messages, enable_thinking=thinking, most=most)

@@ -375,7 +375,7 @@ def test_int4_copy_needs_a_folder_of_16_bits(model, base):
         generate(PROMPT, homeless, draft="self")
     for bits in (4, "nf4"):
         quantized = Model.load(base, "cpu", bits=bits)
-        with pytest.raises(UserError, match="the target's weights are .* already"):
+        with pytest.raises(UserError, match="the target's weights are already"):
             generate(PROMPT, quantized, draft="self")
 
 

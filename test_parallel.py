@@ -473,7 +473,7 @@ def errors(said: str) -> list[str]:
     "lines, status, told",
     [
         ('{"prompt": 5}', 1, ["line 1 is left out: prompt is 5: it must be a text"]),
-        ("\udcff", 2, ["error: \\udcff has bytes that are no text here: write it in UTF-8"]),
+        ("\udcff", 2, ["error: \\udcff has bytes that are not valid text: write it in UTF-8"]),
     ],
 )
 def test_what_is_wrong_is_said_once_and_the_status_is_the_first_processes(lines, status, told):

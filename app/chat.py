@@ -40,7 +40,7 @@ def typed_line() -> str | None:
     while True:
         try:
             typed = input("> ")
-            typed.encode()  # UnicodeError for bytes that are no text here
+            typed.encode()  # UnicodeError for bytes that are not valid text
         except EOFError:
             return None
         except UnicodeError as error:

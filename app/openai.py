@@ -338,7 +338,9 @@ def read_constraint(body: Body) -> Fields:
         asked.append((f"structured_outputs.{name}", setting, value))
     if len(asked) > 1:
         paths = [path for path, _, _ in asked]
-        raise bad(paths[-1], f"{' and '.join(paths)} are given: a text follows one of them")
+        raise bad(
+            paths[-1], f"{' and '.join(paths)} are given: an output can follow only one of them"
+        )
     for path, setting, value in asked:
         try:
             Settings(**{setting: value})

@@ -292,12 +292,12 @@ def test_results_go_to_a_file_and_what_was_there_stays_after_a_mistake(base, cap
     same = tmp_path / "folder" / ".." / "new"  # it is not there yet
     (tmp_path / "folder").mkdir()
     for wrong, says in (
-        (("--prompts", prompts, *flags[:-1], prompts), "is not empty, and what it holds"),
+        (("--prompts", prompts, *flags[:-1], prompts), "is not empty, and its contents"),
         (("--prompts", prompts, "--profile", prompts), "is the file of --prompts"),
         ((PROMPT, "--schema", schema, "--profile", schema), "is the file of --schema"),
         ((PROMPT, "--out", tmp_path / "new", "--profile", same), "is the file of --out"),
         ((PROMPT, *flags[:-1], tmp_path), "is not a file"),
-        ((PROMPT, *flags), "is not empty, and what it holds"),
+        ((PROMPT, *flags), "is not empty, and its contents"),
         ((PROMPT, *new, "--max-len", "3"), "the prompt has"),
         (("--prompts", prompts, *new, "--no-cache"), "need a cache"),
     ):
@@ -385,7 +385,7 @@ def test_a_grammar_comes_from_a_file_from_standard_input_or_as_it_stands(
     assert len(first["text"]) == 2 and first["text"].isdigit()
     assert second["text"] == "null"  # a line's own takes the place of the flag's
     status, _, err = run(capsys, "-", "--schema", "-")
-    assert status == 2 and "standard input holds the schema or the prompt" in err
+    assert status == 2 and "standard input cannot be both the schema and the prompt" in err
 
 
 # ---- Chat
@@ -542,7 +542,7 @@ BAD_FLAGS = told(
     --verify block → --verify needs drafted
     --draft-bits 8 → --draft-bits needs drafted
     --draft ngram --draft-bits 8 → draft_bits is 8, and there is no draft to round
-    --draft self --draft-bits 8 → draft_bits is 8, and there is no draft to round: self is always INT4
+    --draft self --draft-bits 8 → draft_bits is 8, and there is no draft to round: self is
     --draft tiny-draft --draft-bits 5 → bits is 5; it must be 8, 4
     --no-cache --kv-bits 8 → drafts, batches and cache options need a cache
     --no-cache --draft self → drafts, batches and cache options need a cache
@@ -579,7 +579,7 @@ def test_a_bad_prompt_is_one_line(base, capsys, monkeypatch, tmp_path):
     for flags, says in (
         ([""], "the prompt has 0 tokens"),
         (["x" * 96], "the prompt has 96 tokens"),
-        (["a\udcff"], r"a\udcff has bytes that are no text here"),
+        (["a\udcff"], r"a\udcff has bytes that are not valid text"),
         (["--prompts", tmp_path / "none"], "No such file"),
         (["--prompts", tmp_path / "latin"], "cannot be read: 'utf-8' codec"),
         (["--prompts", "\0"], "cannot be read: embedded null"),

@@ -68,7 +68,12 @@ def test_help_and_mistakes_are_told_before_torch_is_imported(tmp_path):
 
 def test_help_has_groups_and_examples_that_can_be_typed():
     text = flags.parser().format_help()
-    for group in ("models and drafts", "texts", "batches, memory and the machine", "output"):
+    for group in (
+        "models and drafts",
+        "generation",
+        "batching, memory and hardware",
+        "output",
+    ):
         assert f"\n{group}:\n" in text
     assert f"default {Settings().max_tokens}" in text
     parsers = {"generate.py": flags.generate_flags, "serve.py": flags.server_flags}

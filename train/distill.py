@@ -366,7 +366,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     args.tells = not is_alone and args.own > 0  # whether the target tells texts to learn from
     useless = [  # where, which flags, why
         (args.start, "vocab layers width mlp heads", "with --from, which has them"),
-        (not args.from_scratch, "vocab", "but with --from-scratch: a student has its target's"),
+        (not args.from_scratch, "vocab", "except with --from-scratch: a student has its target's"),
         (is_alone, "own tales overlap", "without a --target"),
         (not is_alone and not args.data, "own", "without --data: all texts are the target's"),
         (args.own == 0, "tales", "with --own 0"),

@@ -216,9 +216,9 @@ def test_bad_flags_are_one_line(small, tmp_path, capsys):
     table = """
         {plain} → give either --out
         {plain} --out {out} --table {file} → give either --out
-        {plain} --bits 4 --table {file} → --bits has no use with --table
-        {plain} --out {out} --bits 8 --group 32 → --group has no use without 4 bits
-        {plain} --out {out} --data {file} → --data has no use with --method rtn
+        {plain} --bits 4 --table {file} → --bits has no effect with --table
+        {plain} --out {out} --bits 8 --group 32 → --group has no effect without 4 bits
+        {plain} --out {out} --data {file} → --data has no effect with --method rtn
         {plain} --out {out} --method gptq → gptq looks at text: give some with --data FILE
         {plain} --out {small} → exists and is not an empty folder
         {plain} --out {file} → exists and is not an empty folder
