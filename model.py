@@ -154,8 +154,8 @@ class Llama(Weights):
         is_text = tokens.dim() == 1 and 0 < len(tokens) <= most
         if not is_text or tokens.dtype not in (torch.int32, torch.int64):
             raise UserError(
-                f"tokens are {tokens.dtype} of shape {[*tokens.shape]}: give those of one text, "
-                f"int64[T] with T from 1 to {most}, the model's limit"
+                f"tokens are {tokens.dtype} of shape {[*tokens.shape]}: give those of one "
+                f"sequence, int64[T] with T from 1 to {most}, the model's limit"
             )
         check_known(tokens.tolist(), self.config.vocab_size)
         return tokens.long()

@@ -78,7 +78,7 @@ def test_a_copy_has_the_code_the_models_and_no_answer(tmp_path):
         ("verfy", "did you mean verify?): there are plain_loop, "),
         ("verify .", ". exists, or lies in a folder of the project: remove it, or put another"),
         ("verify app/new", "app/new exists, or lies in a folder of the project"),
-        ("verify --check test_data", "test_data is no copy: python exercise.py NAME test_data"),
+        ("verify --check test_data", "test_data is not a copy: python exercise.py NAME test_data"),
         ("--check", "--check has no effect without NAME"),
         ("verify --chek", "unrecognized arguments: --chek"),
         ("verify a b", "unrecognized arguments: b"),

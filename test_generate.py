@@ -447,7 +447,7 @@ def test_a_draft_that_is_stored_in_few_bits_stays_as_it_is(base, model, tmp_path
                 for name, tensor in draft.named_tensors().items():
                     assert torch.equal(tensor, stored[name].to(tensor.dtype)), name
             for asked, name in ((8, "INT8"), (4, "INT4"), ("nf4", "NF4")):
-                with pytest.raises(UserError, match=f"weights are INT8 already, and {name} is"):
+                with pytest.raises(UserError, match=f"weights are already INT8, and {name} is"):
                     generate(PROMPT, "no target", draft=folder, draft_bits=asked)
     (draft,) = load_draft(base, Model.load(small, "cpu", torch.float64)).models
     assert draft.config.quantization.bits == 8  # as the target is stored

@@ -446,7 +446,7 @@ on_linux = pytest.mark.skipif(
     not Path("/proc/self/task").exists(), reason="Linux's /proc has the children of a process"
 )
 FOREVER = json.dumps(dict(prompt="Once", max_tokens=900, stop="no such text"))
-NOBODY = "error: process 2 of 2 was killed, and so all end"
+NOBODY = "error: process 2 of 2 was killed, so all of them end"
 
 
 def shared_out(*flags: str) -> subprocess.Popen[str]:

@@ -80,8 +80,8 @@ class Conversation:
         word, _, rest = typed.partition(" ")
         if word not in commands:
             raise UserError(
-                f"{word} is no command{nearest(word, commands)}: /help tells all; a message that "
-                "begins with / needs a space before it"
+                f"{word} is not a command{nearest(word, commands)}: /help lists all commands; a "
+                "message that begins with / needs a space before it"
             )
         commands[word](rest.strip())
 

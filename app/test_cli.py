@@ -258,7 +258,7 @@ def test_a_bad_line_keeps_its_id_and_the_others_are_served(base, capsys, tmp_pat
         ('{"prompt": "a", "id": 9, "max_tokens": null, "stop": ""}', "stop is ''"),
         ("[]", "it holds a list"),
         ('{"prompt": "a", "messages": []}', "prompt is 'a'"),
-        ('{"custom_id": "a", "body": {}}', "a batch's line is for a server"),
+        ('{"custom_id": "a", "body": {}}', "OpenAI's batch API is for a server"),
         ('{"prompt": "a", ', "enclosed in double quotes at character 17: a line must be"),
     ]
     (tmp_path / "prompts").write_text("\ufeff" + "\n\n".join(line for line, _ in lines))
@@ -317,7 +317,8 @@ def test_lines_are_served_without_a_cache_too(base, capsys, tmp_path):
     flags = ("--no-cache", "--max-batch", "1", "--max-tokens", "2", "--target", base)
     status, out, err = run(capsys, "--prompts", tmp_path / "prompts", *flags)
     results = [json.loads(line) for line in out.splitlines()]
-    assert status == 1 and "no logprobs" in results[0]["error"] and results[1]["tokens"]
+    assert status == 1 and "logprobs need a cache" in results[0]["error"]
+ and results[1]["tokens"]
 
 
 def test_a_full_disk_is_told_with_the_name_of_the_file(base, capsys, tmp_path):
@@ -511,7 +512,7 @@ BAD_FLAGS = told(
     --max-len 97 → max_len is 97: it must be from 2 to 96
     --tensor-parallel 65 → num_attention_heads is 4, which 65 processes cannot share
     --tensor-parallel -1 → --tensor-parallel is -1: it must be from 1 to
-    --tensor-parallel 2 --device cpu:0 → each process takes its own: name cpu
+    --tensor-parallel 2 --device cpu:0 → each process chooses its own: name cpu
     --n 1000000000000000000 → it must be from 1 to 65,536
     --seed 18446744073709551616 → seed is
     --kv-memory inf → inf bytes of memory, and
