@@ -317,8 +317,7 @@ def test_lines_are_served_without_a_cache_too(base, capsys, tmp_path):
     flags = ("--no-cache", "--max-batch", "1", "--max-tokens", "2", "--target", base)
     status, out, err = run(capsys, "--prompts", tmp_path / "prompts", *flags)
     results = [json.loads(line) for line in out.splitlines()]
-    assert status == 1 and "logprobs need a cache" in results[0]["error"]
- and results[1]["tokens"]
+    assert status == 1 and "logprobs need a cache" in results[0]["error"] and results[1]["tokens"]
 
 
 def test_a_full_disk_is_told_with_the_name_of_the_file(base, capsys, tmp_path):
