@@ -108,7 +108,9 @@ class Grammars:
     def _compile(self, grammar: Grammar) -> LLMatcher:
         llguidance = load_llguidance()
         if not self.eos_token_ids:
-            raise UserError(f"this model has no end-of-text, and a {grammar.notation} needs one")
+            raise UserError(
+                f"this model has no end-of-text token, and a {grammar.notation} needs one"
+            )
         check_bounds(grammar)
         limits = llguidance.LLParserLimits(**LIMITS)
         lark = HEADER + lark_of(grammar)

@@ -134,7 +134,7 @@ def read_request(data: bytes, is_chat: bool, offer: Offer) -> Asked:
     is_inside = tags is not None and tags.begin_in(end_of(prompts[0], offer))
     if tags is not None and body.reasoning_format == "none":
         raise bad(
-            "reasoning_format", "reasoning_format is 'none': thoughts are told apart; use auto"
+            "reasoning_format", "reasoning_format is 'none': thoughts are always separate; use auto"
         )
     settings = with_calls(settings, body, tools, tags, is_inside)
     if body.echo:
@@ -150,7 +150,7 @@ def read_request(data: bytes, is_chat: bool, offer: Offer) -> Asked:
             stream = OutputStream(offer.model.tokenizer, request, "", index=len(streams))
             streams.append(stream)
     if body.origins and not body.stream:
-        raise bad("origins", "origins is told in chunks: set stream to true, or leave it out")
+        raise bad("origins", "origins are sent in chunks: set stream to true, or leave it out")
     return Asked(body, streams, tools, tags, is_inside)
 
 
@@ -160,7 +160,7 @@ def read_request(data: bytes, is_chat: bool, offer: Offer) -> Asked:
 def read_chat(body: ChatBody, tools: Tools | None, offer: Offer) -> list[list[int]]:
     """The tokens of a conversation. A model without a chat template goes on from its texts."""
     if not body.messages:
-        raise bad("messages", "messages must be a list of one message or more")
+        raise bad("messages", "messages must be a list of at least one message")
     form = offer.call_format
     one_call = isinstance(form, CallFormat) and form.separator is None
     conversation = read_conversation(body.messages, one_call)
@@ -260,8 +260,8 @@ def check_echo(num_tokens: int, num_top: int | None) -> None:
     if count > MAX_ECHOED:
         raise bad(
             "echo",
-            f"echo would tell {count:,} numbers and texts of prompts: at most {MAX_ECHOED:,} are "
-            "told; lower n or logprobs",
+            f"echo would return {count:,} numbers and strings of prompts: at most {MAX_ECHOED:,} "
+            "are returned; lower n or logprobs",
         )
 
 
@@ -311,7 +311,7 @@ def read_settings(body: ChatBody | TextBody, offer: Offer) -> Settings:
     if len(stops) > MAX_STOPS or sum(map(len, map(str, stops))) > MAX_STOP_CHARACTERS:
         raise bad(
             "stop",
-            f"stop may be at most {MAX_STOPS} texts, of {MAX_STOP_CHARACTERS} characters together",
+            f"stop may be at most {MAX_STOPS} texts, with {MAX_STOP_CHARACTERS} characters together",
         )
     chosen["stop"] = body.stop
     chosen["max_tokens"] = offer.limit if body.is_chat else DEFAULT_MAX_TOKENS
@@ -338,7 +338,9 @@ def read_constraint(body: Body) -> Fields:
         asked.append((f"structured_outputs.{name}", setting, value))
     if len(asked) > 1:
         paths = [path for path, _, _ in asked]
-        raise bad(paths[-1], f"{' and '.join(paths)} are given: a text follows one of them")
+        raise bad(
+            paths[-1], f"{' and '.join(paths)} are given: an output can follow only one of them"
+        )
     for path, setting, value in asked:
         try:
             Settings(**{setting: value})

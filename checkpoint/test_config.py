@@ -263,7 +263,7 @@ def test_json_that_is_none(tmp_path):
         ("[" * 10**5, "not valid JSON"),
         ('{"a": ' + "9" * 5000 + "}", "not valid JSON"),
         ("\ufeff{}", "not valid JSON"),
-        (" " * 2**23, "at most 4194304 make sense"),
+        (" " * 2**23, "at most 4194304 bytes"),
     ):
         file.write_text(content)
         with pytest.raises(UserError, match=f"config.json .*{says}"):
@@ -273,5 +273,5 @@ def test_json_that_is_none(tmp_path):
         read_json(file)
     file.unlink()
     file.mkdir()
-    with pytest.raises(UserError, match="no ordinary file"):
+    with pytest.raises(UserError, match="not a regular file"):
         read_json(file)

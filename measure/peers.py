@@ -120,7 +120,7 @@ def transformers_dtypes() -> list[str]:
     """float32, and bfloat16 if it may be faster: that depends on the work."""
     if has_bfloat16():
         return ["float32", "bfloat16"]
-    say("transformers runs in float32 alone: this CPU has no instructions for bfloat16")
+    say("transformers runs only in float32: this CPU has no instructions for bfloat16")
     return ["float32"]
 
 
