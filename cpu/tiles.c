@@ -184,8 +184,7 @@ INLINE void tiled_whole(Stretch a, const Rows *x, long T, const int P) {
         }
         if (t >= T) return;
         before = least(T - t, x->tile_rows);
-        STORE(0, sums[0]); STORE(1, sums[1]);
-        if (P > 1) { STORE(2, sums[2]); STORE(3, sums[3]); }
+        STORE(0, sums[0]); STORE(1, sums[1]); STORE(2, sums[2]); STORE(3, sums[3]);
         a.x += x->tile;
     }
 }
@@ -237,9 +236,9 @@ static void some_whole(const Weight *w, Rows x, float *y, long T, long N, long f
 
 // ---- bfloat16 -----------------------------------------------------------------------------------
 
-// T rows of x by P panels over a stretch. The rows are in Q tiles, R in each; each has P sums, of
-// high and of low. Of `a`, units are blocks; row: bytes from high to low.
-INLINE void tiled_real(const Stretch *a, long T, long R, const int Q, const int P) {
+// T rows of x by P panels over a stretch. The rows are in two tiles, R in each, or in one; each has
+// P sums, of high and of low. Of `a`, units are blocks; row: bytes from high to low.
+static void tiled_real(const Stretch *a, long T, long R, int P) {
     vec sums[4][TILE_ROWS][VECS] __attribute__((aligned(64)));
     const char *x = a->x, *w = a->w, *soon = a->soon;
     ZERO(0); ZERO(1); ZERO(2); ZERO(3);
@@ -255,14 +254,13 @@ INLINE void tiled_real(const Stretch *a, long T, long R, const int Q, const int 
             LOAD(4, x);
             ADD(tdpbf16ps, 0, 4, 6);
             if (P > 1) ADD(tdpbf16ps, 1, 4, 7);
-            if (Q == 1) continue;
+            if (T <= R) continue;
             LOAD(5, x + R * 64);
             ADD(tdpbf16ps, 2, 5, 6);
             if (P > 1) ADD(tdpbf16ps, 3, 5, 7);
         }
     }
-    STORE(0, sums[0]); STORE(1, sums[1]);
-    if (Q > 1) { STORE(2, sums[2]); STORE(3, sums[3]); }
+    STORE(0, sums[0]); STORE(1, sums[1]); STORE(2, sums[2]); STORE(3, sums[3]);
     for (long t = 0; t < T; t++) for (int p = 0; p < P; p++) for (int v = 0; v < VECS; v++) {
         int second = t >= R;                                                    // tile
         vec *y = (vec *)(a->y + t * a->N + p * WIDE + v * LANES);
@@ -324,15 +322,11 @@ static void some_real(const Weight *w, Rows x, float *y, long T, long N, long fi
             panel_to_tiles(BF16, a.w + c * a.panel, parts(n, 2), room + c * TILE_BYTES, 1);
         if (n < 32) a.w = room, a.panel = TILE_BYTES;
         for (long t = 0; t < T; t += all, a.x += x.tile, a.y += all * N) {
-            long rows = least(all, T - t);
             if (all == 1 && P > 1) few_real(&a, 1, 4);
             else if (all == 1) few_real(&a, 1, 1);
             else if (all == 2 && P > 1) few_real(&a, 2, 2);
             else if (all == 2) few_real(&a, 2, 1);
-            else if (rows > R && P > 1) tiled_real(&a, rows, R, 2, 2);
-            else if (rows > R) tiled_real(&a, rows, R, 2, 1);
-            else if (P > 1) tiled_real(&a, rows, R, 1, 2);
-            else tiled_real(&a, rows, R, 1, 1);
+            else tiled_real(&a, least(all, T - t), R, P);
             a.soon += a.units * a.pace;
         }
     }
