@@ -38,8 +38,8 @@ from typing import Any
 import torch
 
 from batcher import Batcher
+from devices import send
 from errors import UserError, check_names
-from kernels import send
 from kvcache import Cache, KVCache, contiguous_caches
 from loading import Draft, DraftName, Model, check_draft, load_draft
 from model import Llama
@@ -166,7 +166,6 @@ class Engine:
             ),
             drafter=None if draft is None else draft.make(draft_cache),
             budget=STEP_BUDGET,
-            multi_step=llama.ops.multi_step,
             grammars=model.grammars,
         )
         self.batcher = Batcher(self.runner, options.max_batch)

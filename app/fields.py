@@ -65,7 +65,7 @@ GROUPS: tuple[tuple[tuple[Any, ...], str], ...] = (
         thinking_forced_open n_probs post_sampling_probs return_token_ids return_tokens
         return_tokens_as_token_ids return_prompt_text return_progress
         timings_per_token response_fields top_logprobs add_special_tokens special
-        name tool_calls refusal annotations prefix partial disable_additional_properties
+        refusal annotations prefix partial disable_additional_properties
         """,
     ),
     (
@@ -79,17 +79,17 @@ GROUPS: tuple[tuple[tuple[Any, ...], str], ...] = (
     ),
     ((-1,), "adaptive_target thinking_token_budget reasoning_budget_tokens"),
     ((-1, 0), "nsigma top_n_sigma t_max_predict_ms"),
-    (("none", "auto"), "tool_choice function_call reasoning_effort reasoning_format"),
+    (("none", "auto"), "tool_choice function_call reasoning_effort"),
+    (("none", "auto", "deepseek"), "reasoning_format"),
     (("medium",), "verbosity"),
     ((["text"],), "modalities"),
-    (("", "\n"), "reasoning reasoning_content"),
     (("text", "message"), "type"),
 )
 NEUTRAL = {name: values for values, text in GROUPS for name in text.split()}
 HARMLESS = set(
     """
     user safety_identifier metadata request_id session_id service_tier api_type api_server
-    legacy_api
+    legacy_api prediction
     cache_prompt prompt_cache_key prompt_cache_options prompt_cache_retention id_slot n_cache_reuse
     n_keep n_discard truncation_length truncation_side backend_sampling stream_interval
     speculative.n_max speculative.n_min speculative.p_min speculative.type
@@ -169,33 +169,42 @@ class Function(NamedFunction):
             raise PydanticCustomError(
                 "no_object", "it must be of type object: arguments have names"
             )
-        return {"type": "object"} | schema
+        return schema if "type" in schema else {"type": "object"} | schema
 
 
-class CalledFunction(NamedFunction):
-    """A function that an earlier answer has called. Chat templates want an object."""
+class CalledFunction(Listed):
+    """A function that an earlier answer has called. Chat templates want its arguments as an object;
+    a text that is none (the answer was cut, say) is handed to them as it is."""
 
     labels = ("parsed_arguments",)
-    arguments: dict[str, Any] = {}
+    name: str
+    arguments: dict[str, Any] | str = {}
 
     @field_validator("arguments", mode="before")
     @classmethod
     def as_object(cls, text: Any) -> Any:
         try:
-            return parse_json(text or "{}")
+            read = parse_json(text or "{}")
         except (TypeError, ValueError, RecursionError):
             return text
+        return read if isinstance(read, dict) else text
 
 
 class Tool(Listed):
     type: Literal["function"]
     function: Function
 
+    def as_sent(self) -> dict[str, Any]:
+        """What the client wrote, for the chat template; parameters are there in any case."""
+        sent = self.model_dump(exclude_unset=True, exclude={"function": {"strict"}})
+        sent["function"].setdefault("parameters", self.function.parameters)
+        return sent
+
 
 class Call(Listed):
-    labels = ("index",)
+    labels = ("index", "extra_content", "provider_specific_fields")
     id: str = ""
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: CalledFunction
 
 
@@ -214,10 +223,15 @@ class Part(Listed):
 class ChatMessage(Listed):
     """A message of a conversation. Its content is a text, or a list of its parts."""
 
-    labels = "id opts agent model messageId traceId timestamp usage parsed".split()
+    labels = (
+        "id opts agent model messageId traceId timestamp usage parsed reasoning_details "
+        "thinking_blocks provider_specific_fields"
+    ).split()
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: List[Part] = []
-    tool_calls: List[Call] = []  # of an assistant; the others are of a tool
+    tool_calls: List[Call] = []  # of an assistant
+    reasoning_content: str = ""  # of an assistant: its thoughts, with the name of most servers
+    reasoning: str = ""  # and with vLLM's
     tool_call_id: str = ""
     name: str = ""
 
@@ -246,10 +260,6 @@ class Outputs(Listed):
 class StreamOptions(Listed):
     include_usage: bool = False
     continuous_usage_stats: bool = False
-
-
-class Thinking(Listed):
-    enable_thinking: bool | None = None
 
 
 # ---- Bodies ------------------------------------------------------------------------------------
@@ -290,8 +300,10 @@ class ChatBody(Body):
     tools: List[Tool] = []
     tool_choice: Choice = Choice()
     parallel_tool_calls: bool = True
-    reasoning_effort: Literal["none", "auto"] = "auto"
-    chat_template_kwargs: Thinking = Thinking()
+    reasoning_effort: str = Field("auto", pattern=r"^\w{1,32}$")
+    reasoning_format: Literal["none", "auto", "deepseek"] = "auto"
+    enable_thinking: bool | None = None
+    chat_template_kwargs: dict[str, Any] = {}
 
     @field_validator("tool_choice", mode="before")
     @classmethod
@@ -313,7 +325,7 @@ def read_body(data: bytes, kind: type[T]) -> T:
     if data.count(b"[") + data.count(b"{") > MAX_BRACKETS:
         raise HttpError(400, f"the body has more than {MAX_BRACKETS:,} lists and objects")
     try:
-        body = parse_json(data.decode())
+        body = parse_json(data.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise HttpError(400, f"the body is not JSON: {brief(error, 200)}") from None
     if not isinstance(body, dict):

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-pytest.importorskip("app.server", reason="requirements-extra.txt is not installed")
+pytest.importorskip("app.server", reason="the extra 'server' is not installed")
 from app import fields
 from app.asgi import HttpError
 from app.openai import Offer
@@ -100,7 +100,7 @@ def test_a_field_is_honoured_refused_by_name_or_harmless(is_chat):
         if kind == "refused":
             zero = [0] if -1 in neutral and 0 not in neutral else []  # no budget at all, say
             for value in (asks, *zero):
-                says = f"^{name} is (not supported: leave it out|.* it must be 'none' or 'auto')"
+                says = f"^{name} is (not supported: leave it out|.* it must be 'none', 'auto')"
                 with pytest.raises(HttpError, match=says) as error:
                     told(is_chat, **{name: value})
                 assert (error.value.status, error.value.param) == (400, name)
@@ -128,7 +128,7 @@ def test_the_lists_hold_nothing_else():
         LISTS["inside: objects of a body"].split()
     )
     of_one_path = {"top_logprobs", "add_special_tokens", "special", "echo", "chat_template_kwargs"}
-    of_one_path |= {"tools", "tool_choice", "reasoning_effort"}
+    of_one_path |= {"tools", "tool_choice", "reasoning_effort", "reasoning_format"}
     assert honoured & neutral == of_one_path
     assert not harmless & (honoured | neutral)
 
@@ -178,9 +178,12 @@ OBJECTS = table(
     asked {"json_schema": {}, "structured_outputs": {"regex": "a"}} → json_schema and structured
     asked {"stopping_strings": ["a"], "stop": ["b"]} → stopping_strings and stop are one field
     asked {"max_tokens": 3, "max_new_tokens": 3, "n_predict": 4} → n_predict and max_tokens are one
-    message {"name": "Tom"} → messages[0].name is not supported
+    message {"name": 3} → messages[0].name is 3
     message {"prefix": true} → messages[0].prefix is not supported
-    message {"role": "assistant", "reasoning_content": "b"} → messages[0].reasoning_content is
+    message {"role": "assistant", "reasoning_content": ["b"]} → messages[0].reasoning_content is
+    message {"role": "tool", "tool_call_id": "c1"} → messages[0].tool_call_id is 'c1': no call
+    asked {"chat_template_kwargs": {"tools": 1}} → chat_template_kwargs.tools is not supported
+    asked {"chat_template_kwargs": {"level": "<a>"}} → chat_template_kwargs.level is not supported
     message {"content": [{"type": "text", "text": "a", "detail": 1}]} → content[0].detail
     message {"content": null} → messages[0].content is missing
     """
@@ -204,10 +207,10 @@ def test_an_object_in_a_body_has_a_closed_list():
 
 
 def test_what_other_clients_add_to_a_message_is_read_as_the_message():
-    labels = {"id": 7, "opts": {"visible": False}, "tool_calls": [], "refusal": None, "name": ""}
+    labels = {"id": 7, "opts": {"visible": False}, "tool_calls": [], "refusal": None, "name": "A"}
     labels |= {"type": "text", "metadata": {"_db_id": "7c"}}
     part = {"type": "text", "text": PROMPT, "cache_control": {"type": "ephemeral"}}
-    reply = {"role": "assistant", "content": None, "reasoning_content": "\n"}
+    reply = {"role": "assistant", "content": None, "reasoning_content": "So.", "reasoning": "So."}
     plain = [{"role": "user", "content": PROMPT}, {"role": "assistant", "content": ""}]
     assert told(True, messages=[{"role": "user", "content": [part]} | labels, reply]) == told(
         True, messages=plain

@@ -38,8 +38,13 @@ from checkpoint.sandbox import LONGEST, render
 from checkpoint.vocabulary import Finder, Swallows, Vocabulary
 from errors import UserError, brief
 
-Message = dict[str, Any]  # {"role": …, "content": …}; with tools, TOOL_FIELDS, too
-TOOL_FIELDS = {"tool_calls", "tool_call_id", "name"}
+Message = dict[str, Any]  # {"role": …, "content": …}, and what only templates read: READ_BY_SOME
+READ_BY_SOME = {"tool_calls", "tool_call_id", "name", "reasoning_content"}
+THOUGHTS = (
+    "reasoning_content",
+    "reasoning",
+    "thinking",
+)  # templates' names of an answer's thoughts
 UNUSED = "\ue000"  # a message that nobody sends
 
 
@@ -89,7 +94,6 @@ class ChatTemplate:
             texts | {text.translate(marks) for text in texts} for texts in vocabulary.swallows
         ]
         self._finder = Finder(self.ids, Swallows(*swallows))
-        self._fields = {"role", "content"} | (TOOL_FIELDS if "tool_calls" in source else set())
 
     def parts(
         self,
@@ -97,13 +101,15 @@ class ChatTemplate:
         add_generation_prompt: bool,
         enable_thinking: bool | None = None,
         tools: list[Json] | None = None,
+        how: Json = {},
     ) -> list[str | int]:
         """A conversation: texts without control tokens, and tokens between them.
 
         enable_thinking: None if the template is to choose. tools: functions that an answer may
-        call, as OpenAI's protocol has them.
+        call, as OpenAI's protocol has them. how: more values, for a template that names them.
         """
-        options = {"add_generation_prompt": add_generation_prompt, "tools": tools}
+        options = {name: value for name, value in how.items() if name in self.source}
+        options |= {"add_generation_prompt": add_generation_prompt, "tools": tools}
         if enable_thinking is not None:
             options["enable_thinking"] = enable_thinking
             if "enable_thinking" not in self.source:
@@ -117,12 +123,20 @@ class ChatTemplate:
             for part in parts
         ]
 
+    def ask(
+        self, messages: list[Message], add_generation_prompt: bool = False, tools: Any = None
+    ) -> str:
+        """The text that the template makes of messages, or nothing if it fails: to find out what a
+        model was trained to read and to write."""
+        options = {"add_generation_prompt": add_generation_prompt, "tools": tools}
+        return self._lay_out(messages, str, options)[0]
+
     def _render(self, messages: list[Message], options: Json) -> str:
         """The template's text, with stand-ins in the messages. UserError if the template has no
         place for them; a warning if it changes the last user message. options: what the template
         gets beside the messages."""
         for n, message in enumerate(messages, 1):
-            check_message(n, message, self._fields)
+            check_message(n, message)
         written = json.dumps([messages, options], ensure_ascii=False)
         if len(written) > LONGEST:
             raise UserError(
@@ -167,6 +181,9 @@ class ChatTemplate:
         """The text that the template makes of these turns, and an empty string; or an empty text,
         and what is wrong. form: makes what the template gets as a content."""
         messages = [turn | {"content": form(turn["content"])} for turn in turns]
+        for message in messages:
+            thoughts = message.pop("reasoning_content", None)
+            message |= {name: thoughts for name in THOUGHTS if thoughts and name in self.source}
         values = {**self.vocabulary.named, "documents": None, **options, "messages": messages}
         return render(self.source, values, self._letters)
 
@@ -176,10 +193,11 @@ def parts_of(content: str) -> list[Json]:
     return [{"type": "text", "text": content}]
 
 
-def check_message(n: int, message: Any, fields: set[str]) -> None:
-    """UserError unless it is {"role": text, "content": text}, or has more of these fields. n: from
-    1."""
-    if isinstance(message, dict) and {"role", "content"} <= message.keys() <= fields:
+def check_message(n: int, message: Any) -> None:
+    """UserError unless it is {"role": text, "content": text}, or has what some templates read, too.
+    n: from 1."""
+    fields = {"role", "content"}
+    if isinstance(message, dict) and fields <= message.keys() <= fields | READ_BY_SOME:
         if isinstance(message["role"], str) and isinstance(message["content"], str):
             return
     raise UserError(

@@ -332,7 +332,7 @@ def test_templates_that_fail_are_one_line(tmp_path):
 def test_messages_must_hold_a_role_and_a_content():
     template = template_of(None, TRIMMED)
     good = {"role": "user", "content": "a"}
-    for bad in ({"role": "user"}, good | {"content": 3}, "x", good | {"name": "b"}):
+    for bad in ({"role": "user"}, good | {"content": 3}, "x", good | {"b": "b"}):
         with pytest.raises(UserError, match="message 2 is"):
             template.tokens([good, bad], False, encode)
 
@@ -352,10 +352,18 @@ def test_no_tool_holds_a_control_token_nor_does_a_call():
     assert plain(ids) == laid_out + "<|end|>Hi" + json.dumps(message["tool_calls"][0])
 
 
-def test_a_template_without_tools_has_no_calls():
-    call = {"role": "assistant", "content": "", "tool_calls": [{}]}
-    with pytest.raises(UserError, match="message 1 is .* a role and a content, both text, no more"):
-        template_of(None, TRIMMED).tokens([call], False, encode)
+def test_a_template_gets_what_it_names_of_a_message():
+    """Thoughts have several names, and a value is passed if it is named."""
+    message = {"role": "assistant", "content": "Hi", "reasoning_content": "hm", "name": "Tom"}
+    for source, text in (
+        ("{{ m.content }}{{ m.reasoning_content }}", "Hihm"),
+        ("{{ m.name }}{{ m.thinking }}", "Tomhm"),
+        ("{{ m | tojson }}", '{"role": "assistant", "content": "Hi", "name": "Tom"}'),
+        ("{{ level }}{{ m.content }}", "3Hi"),
+    ):
+        template = template_of(None, "{% set m = messages[0] %}" + source)
+        how = {"level": 3, "lever": 4}
+        assert plain(template.tokens([message], False, encode, how=how)) == text
 
 
 def test_the_template_file_counts_before_the_configuration(tmp_path):

@@ -63,6 +63,9 @@ def test_recorded_steps_are_those_of_plain_torch():
 ATTENTION = {"_store", "_attend"}
 SAMPLING = {"_peaks", "_weigh", "_gather", "_edge", "_cut", "_race", "_winner"}
 KERNELS = {  # that are launched no more
+    "early": set(),
+    "fetch": set(),
+    "apart": set(),
     "graphs": set(),
     "splits": set(),
     "products": {"_product", "_product with SwiGLU"},

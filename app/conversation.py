@@ -1,0 +1,82 @@
+"""A conversation, as chat templates want it: a list of messages with one text each.
+
+A client may run the functions that an answer has called side by side, and send their results as
+they end. Only their ids say which call each result belongs to. But most templates leave ids out,
+and pair calls and results by place:
+
+    calls  add (c1), say (c2)     results  of c2, of c1     →     results  of c1, of c2
+
+So one pass over the whole conversation brings results into the order of their calls, and gives each
+result the name of its function. An id that no call has is refused. Calls without ids, or with one
+id for several, get their results in the order in which these come.
+
+Some templates have one call in a message. For them an answer with several calls becomes several
+answers, each followed by its result. Everything else that a client says of a message (its speaker's
+name, the thoughts of an answer) is handed to the template, which may read it or not.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from app.asgi import HttpError
+from app.fields import ChatMessage
+from request import Message
+
+
+def read_conversation(messages: Sequence[ChatMessage], one_call: bool) -> list[Message]:
+    """The messages for the template. one_call: a message may have one call at most."""
+    keyed = []  # turns with their places: message, call of this message, is it a result?
+    last = 0  # the message before the results
+    waiting: dict[str, list[tuple[int, str]]] = {}  # id -> its calls: their places, their functions
+    for n, message in enumerate(messages):
+        turn = turn_of(f"messages[{n}]", message)
+        if turn["role"] == "tool":
+            place = bind(f"messages[{n}]", turn, waiting)
+            keyed.append(((last, place, True), turn))
+            continue
+        last = n
+        calls = turn.get("tool_calls", [])
+        by_id = defaultdict(list)
+        for place, call in enumerate(calls):
+            by_id[call["id"]].append((place, call["function"]["name"]))
+        waiting |= by_id
+        parts = [turn]
+        if one_call and len(calls) > 1:
+            parts = [turn | {"tool_calls": [call]} for call in calls]
+            parts[1:] = [part | {"content": ""} for part in parts[1:]]
+        keyed += [((n, place, False), part) for place, part in enumerate(parts)]
+    keyed.sort(key=lambda pair: pair[0])
+    return [turn for _, turn in keyed]
+
+
+def bind(where: str, result: Message, waiting: dict[str, list[tuple[int, str]]]) -> int:
+    """The place of the call that this is the result of; the result gets the name of its function.
+    waiting: calls by their ids; a call leaves it with its result, unless it is the only one."""
+    id = result["tool_call_id"]
+    calls = waiting.get(id) or waiting.get("")  # the calls have no ids
+    if calls is None and id:
+        message = f"{where}.tool_call_id is {id!r}: no call before it has this id"
+        raise HttpError(400, message, param=f"{where}.tool_call_id")
+    if not calls:
+        return 0
+    place, name = calls.pop(0) if len(calls) > 1 else calls[0]
+    result["name"] = result["name"] or name
+    return place
+
+
+def turn_of(where: str, message: ChatMessage) -> Message:
+    """One message. HttpError if it has no content, and needs one."""
+    role = "system" if message.role == "developer" else message.role
+    if role != "assistant" and "content" not in message.model_fields_set:
+        raise HttpError(400, f"{where}.content is missing", param=f"{where}.content")
+    read: Message = {"role": role, "content": "\n".join(part.text for part in message.content)}
+    if role == "tool":
+        read |= {"tool_call_id": message.tool_call_id, "name": message.name}
+    elif message.name:
+        read["name"] = message.name
+    thoughts = message.reasoning_content or message.reasoning
+    if thoughts.strip():
+        read["reasoning_content"] = thoughts
+    if message.tool_calls:
+        read["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+    return read
