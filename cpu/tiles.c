@@ -21,7 +21,7 @@
 // What a block has beyond its stretch is 0 in A; so B may have any number there, but NaN.
 //
 // A core multiplies tiles faster than it reads memory. So a thread multiplies LONG columns of x,
-// which stay in its L2 cache, by those columns of all its panels before it goes on to the next ones.
+// which stay in its L2 cache, by those columns of all its panels before it goes on to the next.
 // While it multiplies two panels, it fetches the next two, a few lines for each block, and y.
 
 // MOST_BLOCKS: of any stretch of whole numbers. LONG: columns that a sum of bfloat16 runs over.
