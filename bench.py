@@ -4,7 +4,8 @@
     python bench.py --target NAME              a model's steps and prompts in float32, INT8 and
                                                INT4, and what grammars cost it
     python bench.py --draft tiny-eagle         what drafts cost and gain, beside plain decoding
-    python bench.py --against transformers     the same prompts and weights, in turns; or llama.cpp
+    python bench.py --against transformers     the same prompts and weights, in turns; or openvino,
+                                               or llama.cpp
     python bench.py --gpu all                  models of true shapes on a GPU; or decode, …
     python bench.py --plan 70B --gpu H200      what a model needs on GPUs that are not here
     python bench.py --readme                   the documents' tables and pictures
