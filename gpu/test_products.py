@@ -112,7 +112,16 @@ def test_shares_of_the_columns_add_up(layout, off, swiglu, monkeypatch):
     w = laid_out(torch.randn(136, 1024), layout, 64)
     assert plan_product(FEW + 1, 136, 1024, w.bits, 64 * (w.scale.shape[1] > 1), 4).shares > 2
     x = torch.randn(FEW + 1, 1024)
-    ys = [multiply(x, w, swiglu=swiglu) for _ in range(2)]
+    apart = []
+    launch = InterpretedFunction.run
+
+    def run(kernel: Any, *arguments: Any, **options: Any) -> None:
+        apart.append(kernel.fn.__name__ == "_product" and arguments[1] is not None)
+        launch(kernel, *arguments, **options)
+
+    with mock.patch.object(InterpretedFunction, "run", run):
+        ys = [multiply(x, w, swiglu=swiglu) for _ in range(2)]
+    assert any(apart) == (layout in (4, "nf4") and not off)
     assert torch.equal(*ys)
     assert_near(ys[0], x, w, None)
 
