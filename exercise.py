@@ -51,7 +51,7 @@ class Exercise(NamedTuple):
     function: str
     teaches: str
     tests: tuple[str, ...]  # the tests that judge it, the simplest first
-    flags: str | None = ""  # with these generate.py calls it; None: generate.py never calls it
+    flags: str | None = ""  # of a generate.py that calls the function; None: it is never called
 
 
 EXERCISES = (  # each needs only those before it
@@ -67,7 +67,7 @@ EXERCISES = (  # each needs only those before it
     Exercise(
         page="kvcache.py",
         function="pack_metadata",
-        teaches="block tables become slots, and texts of unequal length one row of tokens",
+        teaches="block tables become slots; sequences of unequal length become one row of tokens",
         tests=("test_kvcache.py::test_metadata_says_where_each_token_belongs",),
     ),
     Exercise(
@@ -126,7 +126,7 @@ EXERCISES = (  # each needs only those before it
     Exercise(
         page="proof.py",
         function="enumerate_distribution",
-        teaches="a sampler's exact distribution, from every outcome of its rng",
+        teaches="the exact distribution of a sampler, from every outcome of its random numbers",
         tests=("test_proof.py",),
         flags=None,
     ),
@@ -139,7 +139,7 @@ EXERCISES = (  # each needs only those before it
     Exercise(
         page="batcher.py",
         function="schedule",
-        teaches="plan a step: running texts, preemption, admission",
+        teaches="plan a step: running requests, preemption, admission",
         tests=("test_batcher.py",),
     ),
     Exercise(

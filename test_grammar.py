@@ -484,7 +484,7 @@ def test_a_text_whose_grammar_is_interrupted_leaves_nothing(model, monkeypatch):
         patch.setattr("runner.GrammarState", interrupted)
         with pytest.raises(KeyboardInterrupt):
             list(engine.batcher.run([first]))
-    assert first.seq == -1
+    assert first.seq is None
     engine.batcher.cancel(first)
     list(engine.batcher.run([second]))  # the cache has one row
     assert len(new_tokens(second)) == 8

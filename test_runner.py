@@ -393,7 +393,7 @@ def test_a_step_that_is_interrupted_leaves_nothing(pair, where, fails, kv, budge
     with pytest.raises(KeyboardInterrupt):
         while True:
             runner.step([runner.schedule(request)])
-    assert request.seq == -1 and not runner.cache._sequences
+    assert request.seq is None and not runner.cache._sequences
     assert not runner.drafter.cache._sequences
     again = pair_request(pair, PROMPTS[2], max_tokens=20)
     play(runner, [again])
@@ -453,7 +453,7 @@ def test_nan_of_a_draft_is_told_and_nothing_is_accepted(coupled):
     with pytest.raises(UserError, match="^the draft's logits are not finite"):
         runner.step([runner.schedule(request)])
     assert request.tokens == [1] and not request.rounds
-    assert request.seq < 0 and not runner.drafter.seqs  # it was closed
+    assert request.seq is None and not runner.drafter.seqs  # it was closed
 
 
 def test_a_drafter_catches_up_by_no_more_than_a_budget():
@@ -462,7 +462,7 @@ def test_a_drafter_catches_up_by_no_more_than_a_budget():
     prompt = [*range(10)] * 5
     seq, _ = cache.open(prompt)
     cache.extend([(seq, prompt)])
-    cache.commit(seq, [*prompt, 0], 1)
+    cache.commit(seq, [*prompt, 0])
     cache.free(seq)
     runner = scripted_runner([0] * 100, [0] * 100, budget=8)
     runner.cache = cache
