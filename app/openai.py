@@ -355,17 +355,18 @@ def with_calls(
     follows = settings.follows
     if tools is None and (tags is None or follows is None):
         return settings
-    lark = None
+    lark = part = None
     if follows is not None:
         try:
             check_bounds(follows)
-            lark = nested(lark_of(follows))
+            part = nested(lark_of(follows))
         except UserError as error:
             raise bad(next(iter(read_schemas(body)), "structured_outputs"), str(error)) from None
     if tools is not None:
-        lark = call_grammar(tools, lark)
-    if lark is not None and tags is not None:
-        lark = after_thoughts(tags, is_inside, nested(lark))
+        lark = call_grammar(tools, part)
+        part = lark and nested(lark)
+    if tags is not None and part is not None:
+        lark = after_thoughts(tags, is_inside, part)
     return replace(settings, schema=None, regex=None, choice=None, grammar=lark)
 
 

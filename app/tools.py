@@ -300,12 +300,12 @@ def call_grammar(tools: Tools, answer: str | None = None) -> str | None:
     is_after_text = bool(tag) and is_any and not tools.must_call
     separator = form.separator if tools.is_parallel else None
     several = "call" if separator is None else f"call ({json.dumps(separator)} call)*"
-    start = several if tools.must_call else f"{several} | answer?"
+    start = several if tools.must_call else f"{several} | answer"
     text = rf"/\s*[^{form.written[:1]}\s](?s:.*)/"
     if tag:
         text = rf"/(?s:.+)/ & ~/(?s:.*){tag}(?s:.*)/"
     if is_after_text and tools.is_parallel:
-        start = "call* answer?"
+        start = "call* answer"
     opening = f": {json.dumps(form.opening)}"
     if is_after_text:
         opening = rf"[lazy]: /(?s:.*){tag}/"
@@ -314,7 +314,7 @@ def call_grammar(tools: Tools, answer: str | None = None) -> str | None:
         f"start: {start}",
         f"call: opening ({' | '.join(names)})",
         f"opening{opening}",
-        f"answer: {answer or 'TEXT'}",
+        f"answer: {answer or 'TEXT?'}",
         f"TEXT: {text}",
     ]
     for name, function in zip(names, tools.functions):
