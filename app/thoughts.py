@@ -35,7 +35,7 @@ class Thoughts(NamedTuple):
 
     def begin_in(self, prompt: str) -> bool:
         """Whether an answer to this prompt begins amid the thoughts."""
-        return prompt.rstrip().endswith(self.opening)
+        return prompt.endswith(self.opening)
 
 
 def find_thoughts(lay_out: Callable[..., str], source: str) -> Thoughts | None:
@@ -46,9 +46,9 @@ def find_thoughts(lay_out: Callable[..., str], source: str) -> Thoughts | None:
         or up to which a later prompt cuts an earlier answer,
         or whose opening ends a prompt, though no answer of a conversation begins with it.
     """
-    prompt = lay_out([ASKED], True)
+    prompt = lay_out([ASKED], True).rstrip()
     told = lay_out([ASKED, answer(ANSWER, reasoning_content=THOUGHT)])
-    head = lay_out([ASKED, answer(ANSWER)]).partition(ANSWER)[0]
+    head = lay_out([ASKED, answer(ANSWER)]).partition(ANSWER)[0].rstrip()
     for tag in dict.fromkeys(re.findall(r"<\w+>|\[\w+\]", re.sub(r"([<\[])/", r"\1", source))):
         tags = Thoughts(tag, f"{tag[0]}/{tag[1:]}")
         opening, closing = map(re.escape, tags)
