@@ -1,4 +1,4 @@
-"""Clients that other people wrote, in a loop with two tools: at once and streamed; with drafts, too.
+"""Clients that other people wrote, in a loop with two tools: at once, streamed, and with drafts.
 
     python .ci/clients.py [PYTHON]
 
@@ -100,7 +100,7 @@ def use_langchain(base: str, streams: bool) -> tuple[int, str]:
     messages = [HumanMessage(ASKED, name="tom")]
     count = 0
     for choice in ("required", "none"):
-        model = ChatOpenAI(**how).bind_tools([say, add], tool_choice=choice)
+        model = ChatOpenAI(**how).bind_tools(TOOLS, tool_choice=choice)
         message = None
         for part in model.stream(messages) if streams else [model.invoke(messages)]:
             message = part if message is None else message + part
@@ -120,11 +120,12 @@ def use_pydantic_ai(base: str, streams: bool) -> tuple[int, str]:
     model = OpenAIChatModel(model_of(base), provider=OpenAIProvider(base_url=base, api_key="none"))
     count = 0
 
-    def choice() -> dict:
+    def settings(context: object) -> dict:
         """A call is required first, and then none."""
-        return {"tool_choice": "none" if count else "required"}
+        more = {"tool_choice": "none" if count else "required"}
+        return dict(max_tokens=MOST, temperature=0, extra_body=more)
 
-    agent = Agent(model, model_settings=dict(max_tokens=MOST, temperature=0))
+    agent = Agent(model, model_settings=settings)
 
     for name in FUNCTIONS:
 
@@ -138,14 +139,10 @@ def use_pydantic_ai(base: str, streams: bool) -> tuple[int, str]:
     async def ask() -> str:
         async with agent.iter(ASKED) as loop:
             async for node in loop:
-                if Agent.is_model_request_node(node):
-                    loop.ctx.deps.model_settings = dict(
-                        max_tokens=MOST, temperature=0, extra_body=choice()
-                    )
-                    if streams:
-                        async with node.stream(loop.ctx) as stream:
-                            async for _ in stream:
-                                pass
+                if streams and Agent.is_model_request_node(node):
+                    async with node.stream(loop.ctx) as stream:
+                        async for _ in stream:
+                            pass
             return loop.result.output
 
     return count_after(asyncio.run(ask()), lambda: count)
@@ -231,7 +228,7 @@ def use_llama_index(base: str, streams: bool) -> tuple[int, str]:
     messages = [ChatMessage(role="user", content=ASKED)]
     count = 0
     for choice in ("required", "none"):
-        asked = dict(chat_history=messages, tool_choice=choice)
+        asked = dict(chat_history=messages, tool_choice=choice, strict=True)
         if streams:
             *_, answer = model.stream_chat_with_tools(tools, **asked)
         else:
@@ -265,7 +262,7 @@ def use_autogen(base: str, streams: bool) -> tuple[int, str]:
         max_tokens=MOST,
         temperature=0,
     )
-    tools = [FunctionTool(each, description=each.__doc__) for each in FUNCTIONS.values()]
+    tools = [FunctionTool(each, each.__doc__, strict=True) for each in FUNCTIONS.values()]
 
     async def ask() -> tuple[int, str]:
         messages = [UserMessage(content=ASKED, source="tom")]
