@@ -21,13 +21,18 @@ ASKED = "Tom saw a dog."
 MOST = 90  # tokens
 
 
+CALLED: list[str] = []  # what has been run
+
+
 def say(word: Literal["dog", "cat"]) -> str:
     """Says a word."""
+    CALLED.append("say")
     return f"said {word}"
 
 
 def add(a: Literal[1, 2], b: Literal[3, 4]) -> str:
     """Adds two numbers."""
+    CALLED.append("add")
     return f"the sum is {a + b}"
 
 
@@ -47,16 +52,15 @@ def run(name: str, arguments: dict) -> str:
     return FUNCTIONS[name](**arguments)
 
 
-# ---- Clients: each returns how many functions it has run, and the text at the end
+# ---- Clients: each returns the text at the end
 
 
-def use_openai(base: str, streams: bool) -> tuple[int, str]:
+def use_openai(base: str, streams: bool) -> str:
     import openai
 
     client = openai.OpenAI(base_url=base, api_key="none", max_retries=0)
     messages = [{"role": "user", "content": ASKED}]
     how = dict(model=model_of(base), tools=TOOLS, max_tokens=MOST, temperature=0)
-    count = 0
     for choice in ("required", "none"):
         asked = how | dict(messages=messages, tool_choice=choice)
         if streams:
@@ -66,18 +70,16 @@ def use_openai(base: str, streams: bool) -> tuple[int, str]:
             message = client.chat.completions.create(**asked).choices[0].message
         messages.append(message.model_dump())  # as it is, with all that the package adds
         for call in message.tool_calls or ():
-            count += 1
             told = run(call.function.name, json.loads(call.function.arguments))
             messages.append(dict(role="tool", tool_call_id=call.id, content=told))
-    return count, message.content
+    return message.content
 
 
-def use_litellm(base: str, streams: bool) -> tuple[int, str]:
+def use_litellm(base: str, streams: bool) -> str:
     import litellm
 
     messages = [{"role": "user", "content": ASKED}]
     how = dict(model=f"openai/{model_of(base)}", api_base=base, api_key="none", tools=TOOLS)
-    count = 0
     for choice in ("required", "none"):
         asked = how | dict(messages=messages, tool_choice=choice, max_tokens=MOST, temperature=0)
         answer = litellm.completion(stream=streams, **asked)
@@ -86,19 +88,17 @@ def use_litellm(base: str, streams: bool) -> tuple[int, str]:
         message = answer.choices[0].message
         messages.append(message.model_dump())
         for call in message.tool_calls or ():
-            count += 1
             told = run(call.function.name, json.loads(call.function.arguments))
             messages.append(dict(role="tool", tool_call_id=call.id, content=told))
-    return count, message.content
+    return message.content
 
 
-def use_langchain(base: str, streams: bool) -> tuple[int, str]:
+def use_langchain(base: str, streams: bool) -> str:
     from langchain_core.messages import HumanMessage, ToolMessage
     from langchain_openai import ChatOpenAI
 
     how = dict(model=model_of(base), base_url=base, api_key="none", max_tokens=MOST, temperature=0)
     messages = [HumanMessage(ASKED, name="tom")]
-    count = 0
     for choice in ("required", "none"):
         model = ChatOpenAI(**how).bind_tools(TOOLS, tool_choice=choice)
         message = None
@@ -106,35 +106,27 @@ def use_langchain(base: str, streams: bool) -> tuple[int, str]:
             message = part if message is None else message + part
         messages.append(message)
         for call in message.tool_calls:
-            count += 1
             told = run(call["name"], call["args"])
             messages.append(ToolMessage(told, tool_call_id=call["id"], name=call["name"]))
-    return count, message.content
+    return message.content
 
 
-def use_pydantic_ai(base: str, streams: bool) -> tuple[int, str]:
+def use_pydantic_ai(base: str, streams: bool) -> str:
     from pydantic_ai import Agent
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider
 
     model = OpenAIChatModel(model_of(base), provider=OpenAIProvider(base_url=base, api_key="none"))
-    count = 0
 
     def settings(context: object) -> dict:
         """A call is required first, and then none."""
-        more = {"tool_choice": "none" if count else "required"}
+        more = {"tool_choice": "none" if CALLED else "required"}
         return dict(max_tokens=MOST, temperature=0, extra_body=more)
 
     agent = Agent(model, model_settings=settings)
 
-    for name in FUNCTIONS:
-
-        def tool(name=name, **arguments) -> str:
-            nonlocal count
-            count += 1
-            return run(name, arguments)
-
-        agent.tool_plain(wrapped(FUNCTIONS[name], tool))
+    for each in FUNCTIONS.values():
+        agent.tool_plain(each)
 
     async def ask() -> str:
         async with agent.iter(ASKED) as loop:
@@ -145,10 +137,10 @@ def use_pydantic_ai(base: str, streams: bool) -> tuple[int, str]:
                             pass
             return loop.result.output
 
-    return count_after(asyncio.run(ask()), lambda: count)
+    return asyncio.run(ask())
 
 
-def use_agents(base: str, streams: bool) -> tuple[int, str]:
+def use_agents(base: str, streams: bool) -> str:
     import openai
     from agents import (
         Agent,
@@ -163,19 +155,9 @@ def use_agents(base: str, streams: bool) -> tuple[int, str]:
     client = openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=0)
     model = OpenAIChatCompletionsModel(model_of(base), openai_client=client)
     settings = ModelSettings(tool_choice="required", max_tokens=MOST, temperature=0)
-    count = 0
 
-    def counted(name: str):
-        def tool(**arguments) -> str:
-            nonlocal count
-            count += 1
-            return run(name, arguments)
-
-        return function_tool(wrapped(FUNCTIONS[name], tool))
-
-    agent = Agent(
-        "tom", model=model, tools=[counted(n) for n in FUNCTIONS], model_settings=settings
-    )
+    tools = [function_tool(each) for each in FUNCTIONS.values()]
+    agent = Agent("tom", model=model, tools=tools, model_settings=settings)
 
     async def ask() -> str:
         if not streams:
@@ -185,10 +167,10 @@ def use_agents(base: str, streams: bool) -> tuple[int, str]:
             pass
         return result.final_output
 
-    return count_after(asyncio.run(ask()), lambda: count)
+    return asyncio.run(ask())
 
 
-def use_instructor(base: str, streams: bool) -> tuple[int, str]:
+def use_instructor(base: str, streams: bool) -> str:
     import instructor
     import openai
     from pydantic import BaseModel
@@ -207,10 +189,11 @@ def use_instructor(base: str, streams: bool) -> tuple[int, str]:
         else:
             answer = patched.chat.completions.create(**how)
         told.append(answer.word)
-    return 1, " ".join(told)
+    CALLED.append("word")
+    return " ".join(told)
 
 
-def use_llama_index(base: str, streams: bool) -> tuple[int, str]:
+def use_llama_index(base: str, streams: bool) -> str:
     from llama_index.core.llms import ChatMessage
     from llama_index.core.tools import FunctionTool
     from llama_index.llms.openai_like import OpenAILike
@@ -226,7 +209,6 @@ def use_llama_index(base: str, streams: bool) -> tuple[int, str]:
     )
     tools = [FunctionTool.from_defaults(each) for each in FUNCTIONS.values()]
     messages = [ChatMessage(role="user", content=ASKED)]
-    count = 0
     for choice in ("required", "none"):
         asked = dict(chat_history=messages, tool_choice=choice, strict=True)
         if streams:
@@ -235,14 +217,13 @@ def use_llama_index(base: str, streams: bool) -> tuple[int, str]:
             answer = model.chat_with_tools(tools, **asked)
         messages.append(answer.message)
         for call in model.get_tool_calls_from_response(answer, error_on_no_tool_call=False):
-            count += 1
             told = run(call.tool_name, call.tool_kwargs)
             more = {"tool_call_id": call.tool_id, "name": call.tool_name}
             messages.append(ChatMessage(role="tool", content=told, additional_kwargs=more))
-    return count, answer.message.content
+    return answer.message.content
 
 
-def use_autogen(base: str, streams: bool) -> tuple[int, str]:
+def use_autogen(base: str, streams: bool) -> str:
     from autogen_core import CancellationToken
     from autogen_core.models import (
         AssistantMessage,
@@ -264,9 +245,8 @@ def use_autogen(base: str, streams: bool) -> tuple[int, str]:
     )
     tools = [FunctionTool(each, each.__doc__, strict=True) for each in FUNCTIONS.values()]
 
-    async def ask() -> tuple[int, str]:
+    async def ask() -> str:
         messages = [UserMessage(content=ASKED, source="tom")]
-        count = 0
         for choice in ("required", "none"):
             how = dict(tools=tools, tool_choice=choice, cancellation_token=CancellationToken())
             if streams:
@@ -277,26 +257,14 @@ def use_autogen(base: str, streams: bool) -> tuple[int, str]:
             messages.append(AssistantMessage(content=answer.content, source="bob"))
             results = []
             for call in answer.content if isinstance(answer.content, list) else ():
-                count += 1
                 told = run(call.name, json.loads(call.arguments))
                 result = dict(content=told, call_id=call.id, is_error=False, name=call.name)
                 results.append(FunctionExecutionResult(**result))
             if results:
                 messages.append(FunctionExecutionResultMessage(content=results))
-        return count, answer.content
+        return answer.content
 
     return asyncio.run(ask())
-
-
-def wrapped(function, tool):
-    """The tool, with the signature of the function."""
-    from functools import wraps
-
-    return wraps(function)(tool)
-
-
-def count_after(text: str, count) -> tuple[int, str]:
-    return count(), text
 
 
 def model_of(base: str) -> str:
@@ -352,8 +320,9 @@ def main(python: str) -> int:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--use"]:
         for streams in (False, True):
-            count, text = CLIENTS[sys.argv[2]](sys.argv[3], streams)
-            assert count and text, (count, text)
-            print(f"{count} called, streamed {streams}: {text[:30]!r};", end=" ")
+            CALLED.clear()
+            text = CLIENTS[sys.argv[2]](sys.argv[3], streams)
+            assert CALLED and text, (CALLED, text)
+            print(f"{' '.join(CALLED)}, streamed {streams}: {text[:30]!r};", end=" ")
         sys.exit()
     sys.exit(main(sys.argv[1] if len(sys.argv) > 1 else sys.executable))

@@ -183,7 +183,7 @@ FORMS = {
     '<|im_end|><tool_call>{"name": "NAME", "arguments": ARGS}': "writes calls as '<|im_end|><tool_",
     '<tool_call>{"id": "ID", "name": "NAME", "arguments": ARGS}': """as '<tool_call>{"id": "zq""",
     '<tool_call>{"function": {"name": "NAME", "arguments": ARGS}}': """as '<tool_call>{"func""",
-    "<tool_call><function=NAME>{{ a.zqkey }}</function></tool_call>": "as '<tool_call> ",
+    "<tool_call><function=NAME>{{ a.zqkey }}</function>": "as '<tool_call><function=NAME>B<",
     "[NAME(zqkey={{ a.zqkey | tojson }})]": "writes calls as ",
     "": "shows no call of an earlier answer",
 }
@@ -195,7 +195,8 @@ def test_the_form_of_calls_is_asked_of_the_template(written):
     call = call.replace("ARGS", "{{ a | tojson }}")
     call = f"{{% set f = c.function %}}{{% set a = f.arguments %}}{call}\n"
     source = (
-        "{{ tools[0].function.name }}{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}"
+        "{{ tools[0].function.name }}"
+        "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}"
         f"{{% for c in m.tool_calls or [] %}}{call}{{% endfor %}}<|im_end|>{{% endfor %}}"
     )
 

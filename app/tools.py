@@ -14,8 +14,8 @@ A call begins with the tag anywhere in a text; a model without tags calls where 
 then again behind a call. Its keys may be in any order: if the name comes first, arguments are told
 as they come, otherwise when all of the call is there. What is nearly a call, or calls a function
 that was not declared, is content. In a text without a grammar the arguments may be no JSON, as
-those of OpenAI's models: what has begun as a call is a call, even if it is cut. A text has a grammar
-if
+those of OpenAI's models: what has begun as a call is a call, even if it is cut. A grammar is for
+texts in four cases:
 
     a call is required              it comes first; arguments follow their schema
     a function is strict            its arguments follow its schema
