@@ -10,11 +10,8 @@ A token late in a prompt costs more (`Llama.price`), so chunks become smaller.
 
   - First come, first served: the oldest requests take from the budget first, but a round of each
     running request is reserved. A request is admitted only if its round can be reserved, too. So a
-    running request never waits.
-  - A client that sends many requests at once does not make the next client wait for all of them.
-    The queue is ordered by turn, and a client's request n (from 0) gets the current turn plus n.
-    Admitting a request of a later turn starts that turn, and admitting max_batch requests starts
-    the next one. So no request waits forever (start-time fair queueing).
+    running request never waits. (serve.py gives requests turns: those of an earlier turn come
+    first.)
   - If the caches have no room for a step, the youngest request is preempted: its sequences are
     freed, and it goes back to the front of the queue. Later its tokens are read again. Its random
     numbers stay the same, because they depend only on its seed and its positions (sampling.py).
@@ -32,6 +29,7 @@ Yu et al. 2022, Orca (OSDI); Agrawal et al. 2024, Sarathi-Serve (arXiv:2403.0231
 from __future__ import annotations
 
 import time
+from bisect import insort
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -53,7 +51,6 @@ class Batcher:
         self.runner = runner
         self.max_batch = max_batch
         self.waiting = deque[Request]()  # ordered by turn, then oldest first
-        self.turn = 0.0  # the current turn
         self.running: list[Request] = []  # oldest first
         self.num_steps = 0
         self.retry_at_step = 0  # the step in which the first in the queue is tried again
@@ -84,17 +81,12 @@ class Batcher:
                 "draft fewer"
             )
 
-    def add(self, request: Request, num_before: int = 0) -> None:
-        """Put a request into the queue. UserError, at once, if it could never be served.
-        num_before: the number of requests of the same client before it."""
+    def add(self, request: Request) -> None:
+        """Put a request into the queue. UserError, at once, if it could never be served."""
         self.check(request)
         request.arrived = time.perf_counter()
-        request.turn = self.turn + num_before
-        place = len(self.waiting)
-        while place and self.waiting[place - 1].turn > request.turn:
-            place -= 1
-        self.waiting.insert(place, request)
-        if place == 0:
+        insort(self.waiting, request, key=lambda waiting: waiting.turn)
+        if self.waiting[0] is request:
             self.retry_at_step = 0  # this request has not been tried yet
 
     def step(self) -> dict[Request, list[int]]:
@@ -202,7 +194,6 @@ class Batcher:
                 self.retry_at_step = self.num_steps + RETRY_AFTER
             return None
         self.running.append(self.waiting.popleft())
-        self.turn = max(self.turn + 1 / self.max_batch, request.turn)
         if not request.started:
             request.started = time.perf_counter()
             request.num_cached_tokens = self.runner.cache.length(request.seq)
@@ -216,9 +207,8 @@ class Batcher:
 
 def main() -> None:
     """Demonstration: 16 requests, four at a time. A row is a request, and a column a step."""
-    model = Model.load("tiny")
+    model = Model.load("tiny", plain=True)  # a token per column, on a GPU too
     batcher = Engine(model, None, Options(max_len=64, max_batch=4), tokens=1000).batcher
-    batcher.runner.multi_step = 1  # one token per column, on a GPU too
     lengths = [5, 41, 12, 30, 4, 22, 48, 8, 16, 6, 35, 10, 27, 7, 19, 13]
     requests = []
     for seed, length in enumerate(lengths):

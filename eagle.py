@@ -1,33 +1,38 @@
 """EAGLE-3: a head that drafts from the target's own hidden states.
 
-A draft model reads the text anew. But the target has read it already, and its residual stream holds
-its findings. A head is one layer that reads this stream and the last token:
+A draft model reads a sequence anew. But the target has read it already, and its residual stream
+holds what it found. A head is one layer. At position i it reads the target's *features* of token i,
+the residual stream at the input of three layers, and the token that follows:
 
-    f_i = fc([h_low, h_mid, h_high])               h: token i's features, x at the input of 3 layers
-    a_i = [norm(embed[token i + 1]), norm(f_i)]    [2 C]: the input of attention is twice as wide
+    f_i = fc([h_low, h_mid, h_high])               the features of token i
+    a_i = [norm(embed[token i + 1]), norm(f_i)]    [2 C]: the input of q, k and v is twice as wide
     y_i = f_i + o(attend(qkv(a)))_i
-    z_i = y_i + down(swiglu(norm(y_i)))
-    the logits of token i + 2 = head(norm(z_i))    [Vd], for the commonest tokens alone
+    z_i = y_i + down(swiglu(norm(y_i)))            the head's state
+    the logits of token i + 2 = head(norm(z_i))    [Vd], for the commonest tokens only
 
-So row i pairs f_i with the token after token i. The newest row's z gives the first draft. The next
-row has no features yet: it takes z_i in place of f, with the token just drafted, and so on, in a
-chain. Published heads differ in where they have norms: the flags of `EagleConfig`.
+A drafted token has no features yet. The last z takes their place, and so one draft leads to the
+next. If the sequence is t0 t1 t2 t3, and the target has read all but t3:
 
-    after each pass of the target     a row for each token that stays in the text
-    to draft k tokens                 k − 1 rows more, made of fed-back z, and forgotten again
+    position    0     1     2        3         4
+    features    f_0   f_1   f_2      z_2       z_3
+    token       t1    t2    t3       draft 1   draft 2
+    predicts    t2    t3    draft 1  draft 2   draft 3
+                learn, after a       propose: k − 1 positions for k drafts,
+                pass of the target   which are truncated again
 
-The keys and values of these rows are one more layer of the target's cache: row i is in the slot of
-token i. So shared prefixes, preemption and caches in fewer bits need one thing more: a row
-depends on the next token, too (`lookahead` in paged.py). A token outside the head's vocabulary is
-drafted only where a grammar allows no other: verification is exact for any distribution of drafts.
+The keys and values of position i lie in the slot of token i, in a layer that is added to the
+target's cache. So shared prefixes, preemption and quantized caches work as they are, except that
+position i depends on the next token, too (`lookahead` in paged.py). Verification is exact for any
+distribution of drafts.
 
-Invariant: between steps each stored token of a text has its row, made of true features.
+Invariant: between steps the cache has the head's keys and values for the same tokens as the
+target's, all computed from features of the target.
 Not covered: trees of drafts; several layers.
 
 Li et al. 2025, EAGLE-3 (arXiv:2503.01840), section 3. Training: train/eagle.py.
 
-    T rows · R texts that draft · n features of a token · C hidden_size of the head · Vd, V sizes of
-    the head's vocabulary and of the target's
+    T tokens of a pass · R requests that draft · n features of a token · C hidden_size of the head
+    Vd, V sizes of the head's vocabulary and of the target's
 """
 
 from __future__ import annotations
@@ -39,100 +44,44 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from checkpoint.weights import Weights
+from checkpoint.weights import HeadWeights
+from devices import send
 from drafters import Chain, SelfDrafter, pack_tokens
-from kernels import Linear, Ops, send
 from kvcache import AttentionMetadata, Cache
 from model import Features, Llama
-from quant import Quantized
 from request import Request
 from speculative import Round
 
 if TYPE_CHECKING:
-    from checkpoint.eagle import EagleConfig
     from runner import ScheduledRequest
 
 # ---- The head ------------------------------------------------------------------------------------
 
 
-class EagleHead(Weights):
-    """One layer, with an input of its own, and a smaller vocabulary."""
+class EagleHead(HeadWeights):
+    """`head(f, tokens, metadata)` -> z. The weights are made in checkpoint/weights.py."""
 
-    rope = Llama.rope  # with the head's own frequencies
-
-    def __init__(
-        self,
-        config: EagleConfig,
-        target: Llama,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
-        seed: int | None = 0,
-        ops: Ops | None = None,
-        weight_dtype: torch.dtype | None = None,
-    ):
-        """Make random weights from `seed`; None: leave them uninitialized, to be filled."""
-        self.eagle = config  # and self.config is that of its layer, with Vd tokens
-        self.target = target
-        self.feature_layers = config.layers_of(target.config)
-        self.cache_layer = target.config.num_hidden_layers  # the cache's last layer
-        super().__init__(
-            config.draft_config, device, dtype, seed=None, ops=ops, weight_dtype=weight_dtype
-        )
-        c = self.config
-        C = c.hidden_size
-        n = len(self.feature_layers)
-        # `self.linear` makes a matrix; `ops.linear` multiplies by one.
-        self.fc = self.linear("fc", C, n * config.target_hidden_size)
-        (layer,) = self.layers
-        layer.qkv = self.linear("qkv", c.query_size + 2 * c.kv_size, 2 * C, c.qkv_bias)
-        self.outside = ["fc", "head"]  # matrices outside the layer (checkpoint/weights.py)
-        num_rows = 0  # of an embedding of its own: the target's vocabulary, whole, never quantized
-        if config.has_embedding:
-            self.outside.append("embed")
-            num_rows = target.config.vocab_size
-        self.embed = Linear(self.empty(num_rows, C))
-        self.hidden_norm = self.empty(C)
-        self.feature_norms = {}  # before `fc`
-        for name, size in config.feature_norms(n).items():
-            self.feature_norms[name] = self.empty(size)
-        # The head's token i is the target's token i + offsets[i].
-        self.offsets = torch.zeros(self.config.vocab_size, dtype=torch.int64, device=device)
-        if seed is not None:
-            self.randomize(seed)
-
-    def named_weights(self) -> dict[str, Tensor | Quantized]:
-        """The weights, by their names in a folder (checkpoint/eagle.py)."""
-        of_all = super().named_weights().items()
-        weights = {name.removeprefix("model."): weight for name, weight in of_all}
-        weights["layers.0.hidden_norm.weight"] = self.hidden_norm
-        weights |= self.feature_norms
-        if self.eagle.has_offsets:
-            weights["d2t"] = self.offsets
-        return weights
+    rope = Llama.rope  # which reads self.frequencies, here the head's own
 
     def combine(self, features: Tensor) -> Tensor:
-        """f, made of the features: [T, n, hidden_size of the target] -> [T, C]."""
+        """f: the features [T, n, hidden_size of the target] -> [T, C]."""
         x = features.flatten(1)
-        norms = self.feature_norms.values()
-        if norms:  # one for all features, or one for each
-            parts = x.chunk(len(norms), dim=1)
-            normed = [self._rms_norm(x.contiguous(), weight) for x, weight in zip(parts, norms)]
+        norms = self.feature_norms.values()  # none, one for all features, or one for each
+        if norms:
+            normed = []
+            for part, weight in zip(x.chunk(len(norms), dim=1), norms):
+                normed.append(self._rms_norm(part.contiguous(), weight))
             x = torch.cat(normed, dim=1)
         return self.ops.linear(x, self.fc)
 
-    def rows(self, f: Tensor, tokens: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """z for rows that pair f (or z), [T, C], with tokens, int64[T] -> [T, C]."""
-        # A backend may compute them in one call; the plain one calls `forward`, below.
-        return self.ops.forward(self, (f, tokens), metadata)
+    def __call__(self, f: Tensor, tokens: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """z at the positions of `metadata`: [T, C]. f: [T, C], made of features by `combine`, or z
+        of the positions before; tokens: int64[T], those that follow."""
+        # This calls `forward`, unless the backend has a faster version of it.
+        return self.ops.forward_head(self, f, tokens, metadata)
 
-    def forward(
-        self,
-        inputs: tuple[Tensor, Tensor],
-        metadata: AttentionMetadata,
-        *unused: None,
-    ) -> Tensor:
-        """The operations of `rows`. unused: what only a Llama is asked for."""
-        f, tokens = inputs
+    def forward(self, f: Tensor, tokens: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """The equations above."""
         ops = self.ops
         layer = self.layers[0]
         G = self.config.num_key_value_heads
@@ -140,25 +89,29 @@ class EagleHead(Weights):
         rope = self.rope(metadata.positions)
         token = self._rms_norm(self.token_embedding(tokens), layer.input_norm)
         normed = self._rms_norm(f, self.hidden_norm)
-        qkv = ops.linear(torch.cat((token, normed), dim=1), layer.qkv)
-        qkv = qkv.unflatten(1, (-1, D))
+        a = torch.cat((token, normed), dim=1)  # [T, 2 C]
+        qkv = ops.linear(a, layer.qkv)
+        qkv = qkv.unflatten(1, (-1, D))  # [T, H + 2 G, D]
         heads = ops.attend(qkv, G, rope, metadata, self.cache_layer, layer.head_norm)
         attn_out = self.group.sum(ops.linear(heads.flatten(1), layer.o))
-        if self.eagle.norm_before_residual:
+        if self.eagle.norm_before_residual:  # some published heads have norms in other places
             f = normed
         y, normed = ops.add_norm(f, attn_out, layer.post_norm, self.config.rms_norm_eps)
         hidden = ops.swiglu(normed, layer.gate_up)
-        z = y + self.group.sum(ops.linear(hidden, layer.down))
+        mlp_out = self.group.sum(ops.linear(hidden, layer.down))
+        z = y + mlp_out
         return self._rms_norm(z, self.norm) if self.eagle.norm_output else z
 
     def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self.ops.add_norm(x, None, weight, self.config.rms_norm_eps)[1]
+        _, normed = self.ops.add_norm(x, None, weight, self.config.rms_norm_eps)
+        return normed
 
     def draft_logits(self, z: Tensor) -> Tensor:
         """The logits of the head's own vocabulary: [R, C] -> [R, Vd]."""
         if not self.eagle.norm_output:
             z = self._rms_norm(z, self.norm)
-        return self.group.gather(self.ops.linear(z, self.head), self.config.vocab_size)
+        logits = self.ops.linear(z, self.head)
+        return self.group.gather(logits, self.config.vocab_size)
 
     def logits(self, z: Tensor) -> Tensor:
         """The logits of the target's vocabulary: [R, C] -> [R, V].
@@ -188,85 +141,120 @@ class EagleHead(Weights):
 
 
 class HeadChain(Chain):
-    """A head drafts. `rows` here are the rows of the round: one for each request."""
+    """A head drafts: a draft and the z that gave it are the input of the next position."""
 
-    def __init__(self, head: EagleHead, cache: Cache, round: Round, newest: Tensor):
-        """newest: z of the requests that want drafts, [R, C]."""
+    def __init__(self, head: EagleHead, cache: Cache, round: Round, z: Tensor):
+        """z: the last state of each request that wants drafts, [R, C]."""
         self.model = head
         self.cache = cache
-        self.z = newest
-        self.rows = round.drafting()  # of z
-        self.picked: Tensor | None = None  # the drafts that z gave, int64[R]
-        # Of each request of the round: its sequence, and how many of its tokens have a z stored.
+        self.z = z
+        self.owners = round.drafting()  # the request that each z belongs to
+        self.drafts: Tensor | None = None  # int64[R], drawn from z's logits; None: not yet
         self.seqs = [request.seq for request in round.requests]
-        self.lengths = [cache.length(seq) for seq in self.seqs]
-        # Reserve memory for all at once, as ModelChain does; `SelfDrafter.propose` truncates
-        # it again. The last draft is never fed. 0 stands for a token that only the device has.
-        wanted = [(self.seqs[b], [0] * (round.num_drafts[b] - 1)) for b in round.drafting(1)]
+        self.next_positions = [cache.length(seq) for seq in self.seqs]
+        # Take memory for all positions at once, as ModelChain does. The last draft needs none. The
+        # host does not know the drafts, and writes 0 for each.
+        wanted = []
+        for b in round.drafting(1):  # the requests with at least two drafts
+            num_positions = round.num_drafts[b] - 1
+            wanted.append((self.seqs[b], [0] * num_positions))
         self.reserved = cache.extend(wanted) if wanted else None
 
     def logits(self, rows: list[int]) -> Tensor:
-        if self.picked is not None:
-            self._feed_back(rows)
+        if self.drafts is not None:
+            self._advance(rows)
         return self.model.logits(self.z)
 
     def feed(self, rows: list[int], picked: Tensor) -> None:
-        self.picked = picked  # `logits` feeds them back, if there is a next draft
+        self.drafts = picked  # `logits` reads them if one of the requests wants another draft
 
-    def _feed_back(self, rows: list[int]) -> None:
-        """Pair the newest z of these requests with the tokens that they have just drafted."""
-        going_on = [self.rows.index(b) for b in rows]
-        tokens = self.picked[going_on].clamp(min=0)  # −1: not finite, which the runner will raise
+    def _advance(self, rows: list[int]) -> None:
+        """Compute z at the next position of these requests."""
+        going_on = [self.owners.index(b) for b in rows]
+        tokens = self.drafts[going_on].clamp(min=0)  # −1: not finite, and the runner will raise
         spans = []
         for b in rows:
-            spans.append((self.seqs[b], self.lengths[b], self.lengths[b] + 1))
-            self.lengths[b] += 1
-        self.z = self.model.rows(self.z[going_on], tokens, self.cache.metadata(spans))
-        self.rows = rows
+            position = self.next_positions[b]
+            spans.append((self.seqs[b], position, position + 1))
+            self.next_positions[b] += 1
+        self.z = self.model(self.z[going_on], tokens, self.cache.metadata(spans))
+        self.owners = rows
 
 
 class EagleDrafter(SelfDrafter):
-    """A head in the target's cache. It keeps the newest row of each text, to draft from."""
+    """A head in the target's cache. Between steps it keeps each request's last z."""
 
     def __init__(self, head: EagleHead, cache: Cache):
         super().__init__(head, cache)
         self.feature_layers = head.feature_layers
-        self.newest: dict[Request, Tensor] = {}  # z of the newest row, [C]
+        self.last_z: dict[Request, Tensor] = {}  # [C] each
 
     def most(self, request: Request, wanted: int) -> int:
-        """No drafts without the newest row. Where the target lacks more than the last token, after
-        a preemption, it reads all but that one first, which makes the row."""
+        """No drafts without a last z. After a preemption there is none, but the target then reads
+        all tokens except the last one before the round, and so makes one."""
         num_unread = len(request.tokens) - self.cache.length(request.seq)
-        will_have_row = request in self.newest or num_unread > 1
-        return super().most(request, wanted) if will_have_row else 0
+        will_have_z = request in self.last_z or num_unread > 1
+        return super().most(request, wanted) if will_have_z else 0
 
     def chain(self, round: Round) -> Chain:
-        newest = [self.newest[round.requests[b]] for b in round.drafting()]
-        return HeadChain(self.model, self.cache, round, newest=torch.stack(newest))
+        last_z = []
+        for b in round.drafting():
+            last_z.append(self.last_z[round.requests[b]])
+        return HeadChain(self.model, self.cache, round, z=torch.stack(last_z))
 
     @torch.inference_mode()
     def learn(self, scheduled: Sequence[ScheduledRequest], features: Features) -> None:
-        """Make the rows for the tokens that the target has read, and that stay in the texts."""
+        """Compute z at the positions whose features the target has just made, except for those of
+        rejected drafts."""
         requests = []
-        # Of each request, for the tokens from start to stop that were read:
-        pieces = []  # the tokens that follow each of them
-        spans = []  # where their z are stored
-        kept: list[int] = []  # their rows of the pass
+        spans = []  # of each request: its sequence, its first position, and the end
+        next_tokens = []  # of each request, those that follow its positions
+        rows: list[int] = []  # of `features`
         for item in scheduled:
-            text = item.request.tokens
-            stop = min(item.start + item.num_new_tokens, len(text) - 1)
-            if stop > item.start:  # else no token follows: a prompt of one token, with max_tokens 0
+            tokens = item.request.tokens
+            stop = min(item.stop + item.num_drafts, len(tokens) - 1)  # no token follows the last
+            if stop > item.start:
                 requests.append(item.request)
-                pieces.append(text[item.start + 1 : stop + 1])
                 spans.append((item.request.seq, item.start, stop))
-                kept += item.tokens[: stop - item.start]
+                next_tokens.append(tokens[item.start + 1 : stop + 1])
+                rows += item.tokens[: stop - item.start]
         if not requests:
             return
         device = self.model.device
-        tokens, last = pack_tokens(pieces, device)
-        f = self.model.combine(features.values[send(kept, device)])
-        z = self.model.rows(f, tokens, self.cache.metadata(spans))
-        self.newest.update(zip(requests, z[last]))
+        following, last = pack_tokens(next_tokens, device)
+        f = self.model.combine(features.values[send(rows, device)])
+        z = self.model(f, following, self.cache.metadata(spans))
+        self.last_z.update(zip(requests, z[last]))
 
     def close(self, request: Request) -> None:
-        self.newest.pop(request, None)
+        self.last_z.pop(request, None)
+
+
+@torch.inference_mode()
+def main() -> None:
+    """The demonstration: what tiny's head reads at each position, and what it drafts there."""
+    model = Model.load("tiny")
+    llama = model.llama
+    (head,) = load_draft("tiny-eagle", model).models
+    tokens = model.encode("Once upon a time, there was a little girl named Lily.")
+    read = tokens[:-1]  # by the target
+    following = torch.tensor(tokens[1:], device=llama.device)
+    cache = KVCache(llama.kv_spec(draft_layers=1), len(read))
+    seq, _ = cache.open(())
+    metadata = cache.extend([(seq, read)])
+    features = llama.empty_features(head.feature_layers, len(read))
+    llama(torch.tensor(read, device=llama.device), metadata, None, features)
+    f = head.combine(features.values)
+    z = head(f, following, metadata)
+    drafts = head.logits(z).argmax(-1)
+    print("position   features of   next token   draft of the one after")
+    for i, draft in enumerate(drafts.tolist()):
+        columns = [repr(model.tokenizer.decode([token])) for token in (*tokens[i : i + 2], draft)]
+        print(f"{i:8}   {columns[0]:11}   {columns[1]:10}   {columns[2]}")
+
+
+if __name__ == "__main__":
+    from kvcache import KVCache
+    from loading import Model, load_draft
+
+    main()

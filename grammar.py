@@ -1,247 +1,105 @@
-"""Text that follows a grammar: a JSON schema, a regular expression, a choice, or Lark.
+"""Output that follows a grammar: a JSON schema, a regular expression, a choice, or Lark.
 
-After each token of a text, the grammar allows some tokens and forbids the others: the *mask* of
+After each token of an output, the grammar allows some tokens and forbids the others: the *mask* of
 that prefix. A token is drawn from the target's distribution, restricted to the mask, and
 renormalized:
 
     p̃(x | prefix) ∝ p(x | prefix) · 1[x is allowed after prefix]
 
 So the logits of forbidden tokens become −∞, before temperature and filters. End-of-text is allowed
-where the text may end, and is alone where nothing else can follow.
+where the output may end; where nothing else can follow, only end-of-text is allowed.
 
-A round of speculation has a mask for each of its rows: the first row's mask follows the text, the
-next one's the text and a draft, and so on. Masks on the target's rows make the text exact; masks on
-the draft's rows only raise acceptance.
+A round of speculation has a mask for each number of drafts: after the output so far, after the
+output and one draft, and so on. Masks on the target's logits make the output exact; masks on the
+draft model's logits only raise acceptance.
 
-    text {"age":   drafts 4 2 }      rows   {"age":    {"age":4       {"age":42      {"age":42}
-                                     mask   a digit    a digit, }     a digit, }     end-of-text
+    output {"age":   drafts 4 2 }    after     {"age":    {"age":4       {"age":42      {"age":42}
+                                     allowed   a digit    a digit, }     a digit, }     end-of-text
 
-The automaton is that of the package llguidance. It keeps a state for each text, and takes rejected
-drafts back. It reads tokens by their bytes, so it allows each token that spells what may follow,
-not only the tokens that the tokenizer would write.
+An output's automaton (automaton.py) reads the drafts to make these masks, and takes them back when
+the round is over. Making a mask takes time, so a worker thread does it while models compute:
 
-An output with a grammar ends where its grammar ends, even if its request ignores end-of-text. A
-stop token of the request may end it earlier; where the grammar may not end, finish_reason is then
-`length`, because the output was cut. Anybody may send a grammar, and compiling it and computing its
-masks take time from other requests:
+    engine thread    makes draft 1    makes draft 2    the target's pass    apply, verify    settle
+    worker thread    mask 0           reads draft 1,   reads draft 2,
+                                      mask 1           mask 2
 
-    bounds.py refuses what would be slow to compile
-    an output ends if one of its masks takes too much work         LIMITS
-    an output ends if its masks delay a step of all requests       SLOW_STEP, SLOW_MASK
+`Masks.start` begins with mask 0, `push` hands over a draft, `apply` waits for the worker, and
+`settle` takes the drafts back. So only one thread at a time uses an automaton: the worker from
+`start` until `apply` has waited, and otherwise the engine thread.
 
-Invariant: between rounds the state of a text has read all its new tokens but end-of-text.
-Cost: `python bench.py --target NAME` measures it. Threads of the package make masks while the
-target's pass runs; masks within a string of bounded length cost most.
-Not covered: a property that is declared, named again with escapes, where more properties are
-allowed.
+Invariant: between rounds an automaton has read its output's tokens, but not end-of-text.
+
+When an output ends: with its grammar, even if its request ignores end-of-text. If a stop token of
+the request ends it where the grammar may not end, it was cut, so finish_reason is `length`. It ends
+with an error if its masks take too much work (automaton.LIMITS) or too much time (SLOW_MASK),
+because all requests of the batch wait for them.
+
+Cost: `python bench.py --target NAME` measures it; masks within a string of bounded length take
+longest.
 
 Koo, Liu & He 2024 (arXiv:2407.08103); Dong et al. 2024, XGrammar (arXiv:2411.15100).
 
-    R rows of logits · V vocabulary · W = ⌈V / 32⌉ words of a mask · n masked rows
+    R rows of logits · V vocabulary · W = ⌈V / 32⌉ words of a mask, a bit for each token
+    k the largest number of drafts in a round
 """
 
 from __future__ import annotations
 
-import json
-import re
-import threading
+import math
 import time
-from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property, lru_cache
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bounds import check_bounds
-from errors import UserError, brief
-from kernels import send
-from settings import Grammar
+from automaton import Grammars
+from devices import send
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+    from llguidance import LLMatcher
 
     from request import Request
-    from tokenizer import Tokenizer
 
-REMEMBERED = 16  # compiled grammars; each takes up to some 20 MB
-# The work of llguidance for one mask.
-LIMITS = {"max_items_in_row": 5000, "step_max_items": 10_000, "step_lexer_fuel": 100_000}
-STACK = 2**27  # bytes for the thread that compiles: llguidance recurses, up to once for each name
-# Seconds. If the masks of all requests at one depth of drafts take longer than SLOW_STEP, the next
-# are timed one by one, and an output ends if one of its own takes longer than SLOW_MASK.
+# Seconds. llguidance fills all masks of one depth together. If that takes longer than SLOW_STEP,
+# the next ones are filled and timed one by one, to find the output that is at fault: it ends if its
+# own mask takes longer than SLOW_MASK.
 SLOW_STEP = 0.03
 SLOW_MASK = 0.01
-# Without this, a mask allows only the tokenizer's own spelling where the next bytes are certain.
-HEADER = '%llguidance {"no_forcing": true}\n'
-# If white space were free, a small model might write nothing else.
-FORMATS = (  # those of texts in JSON schemas that are followed
-    "date-time time date duration email hostname ipv4 ipv6 uuid uri unknown"
-).split()
-JSON_OPTIONS = {"x-guidance": {"whitespace_flexible": False}}
 
 
-# ---- Compiled grammars ---------------------------------------------------------------------------
-
-
-def load_llguidance() -> ModuleType:
-    """The package. UserError if it is not installed."""
-    try:
-        import llguidance
-    except ImportError:
-        raise UserError(
-            "a schema, regex, choice or grammar needs the package llguidance: "
-            "pip install -r requirements-extra.txt"
-        ) from None
-    return llguidance
-
-
-class TokenBytes:
-    """A vocabulary, as llguidance reads it."""
-
-    is_tokenizer_wrapper = True
-    bos_token_id = None
-
-    def __init__(self, tokenizer: Tokenizer, eos_token_ids: Sequence[int]):
-        self.tokenizer = tokenizer
-        self.eos_token_id = eos_token_ids[0]
-        self.tokens = [tokenizer.token_bytes(id) for id in range(tokenizer.vocab_size)]
-        self.special_token_ids = list(eos_token_ids)  # other control tokens spell b""
-
-    def __call__(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, is_first=False)
-
-
-class Grammars:
-    """The compiled grammars of a model. Nothing is imported or made before the first one."""
-
-    def __init__(self, tokenizer: Tokenizer, eos_token_ids: Collection[int]):
-        self.tokenizer = tokenizer
-        self.eos_token_ids = sorted(id for id in eos_token_ids if id < tokenizer.vocab_size)
-        self._compiled = lru_cache(REMEMBERED)(self._compile)
-        self.is_slow = False  # the worker's last masks took longer than SLOW_STEP
-
-    @cached_property
-    def vocabulary(self) -> LLTokenizer:
-        tokens = TokenBytes(self.tokenizer, self.eos_token_ids)
-        n = self.tokenizer.vocab_size
-        return load_llguidance().LLTokenizer(tokens, n_vocab=n, eos_token=self.eos_token_ids)
-
-    @cached_property
-    def executor(self) -> LLExecutor:
-        """llguidance's threads, which fill masks: half as many as the target's pass has."""
-        return load_llguidance().LLExecutor(max(1, torch.get_num_threads() // 2))
-
-    @cached_property
-    def worker(self) -> ThreadPoolExecutor:
-        """One thread reads drafts and waits for `executor`, so that masks are filled in order."""
-        return ThreadPoolExecutor(1, "masks")
-
-    def compile(self, grammar: Grammar) -> LLMatcher:
-        """The state before the first token, with its mask. UserError if no text follows the
-        grammar, if it cannot be read, or if it is too large."""
-        return self.submit(grammar).result()
-
-    def submit(self, grammar: Grammar) -> Future[LLMatcher]:
-        """Begin to `compile`, in a thread of its own with a stack that is large enough for every
-        grammar within the bounds. The program may end before it does."""
-        future: Future[LLMatcher] = Future()
-        future.set_running_or_notify_cancel()  # from here on nobody can cancel it
-
-        def work() -> None:
-            try:
-                future.set_result(self._compiled(grammar))
-            except BaseException as error:
-                future.set_exception(error)
-
-        before = threading.stack_size(STACK)
-        try:
-            threading.Thread(target=work, name="compile", daemon=True).start()
-        finally:
-            threading.stack_size(before)
-        return future
-
-    def forget(self) -> None:
-        """Forget compiled grammars: texts of one grammar share what llguidance has found out of it,
-        even an error."""
-        self._compiled.cache_clear()
-
-    def _compile(self, grammar: Grammar) -> LLMatcher:
-        llguidance = load_llguidance()
-        if not self.eos_token_ids:
-            raise UserError(f"this model has no end-of-text, and a {grammar.notation} needs one")
-        check_bounds(grammar)
-        limits = llguidance.LLParserLimits(**LIMITS)
-        lark = HEADER + lark_of(grammar)
-        matcher = llguidance.LLMatcher(self.vocabulary, lark, log_level=0, limits=limits)
-        matcher.compute_bitmask()
-        if not matcher.is_error():
-            return matcher
-        # Leave out the place in our Lark, which the user has not written.
-        wrong = re.split(r"\n +1 \||\n<", matcher.get_error())[0]
-        wrong = re.sub(r"^(at )?\d+\(\d+\): ", "", wrong)
-        if wrong == "NoExtensionBias":
-            wrong = "no token of this model begins such a text"
-        if grammar.notation == "grammar" and "::=" in grammar.text:  # as llama.cpp writes it
-            wrong = f"it must be in Lark, which has : for ::= ({wrong})"
-        raise UserError(f"{grammar} cannot be met: {brief(wrong)}")
-
-
-def lark_of(grammar: Grammar) -> str:
-    """The grammar in Lark, which llguidance reads."""
-    if grammar.notation == "schema":
-        return "start: %json " + json.dumps(JSON_OPTIONS | read_schema(grammar.text))
-    if grammar.notation == "regex":
-        compiled = load_llguidance().LLMatcher.grammar_from_regex(grammar.text)
-        return json.loads(compiled)["grammars"][0]["lark_grammar"]
-    if grammar.notation == "choice":
-        # The texts are one terminal: as alternatives of a rule they would take an item each.
-        return "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, grammar.text))
-    return grammar.text
-
-
-def read_schema(text: str) -> dict[str, Any]:
-    """A JSON schema without formats that only validators know (llguidance refuses these)."""
-
-    def without(part: dict[str, Any]) -> dict[str, Any]:
-        if part.get("type") == "string" and part.get("format") not in FORMATS:
-            part.pop("format", None)
-        return part
-
-    return json.loads(text, object_hook=without)
-
-
-# ---- The state of a text -------------------------------------------------------------------------
+# ---- The state of an output ----------------------------------------------------------------------
 
 
 class GrammarState:
-    """How far a text has come in its grammar. tokens: the text's new tokens so far."""
+    """How far an output has come in its grammar."""
 
     def __init__(self, grammars: Grammars, compiled: LLMatcher, tokens: Iterable[int]):
+        """compiled: the automaton before the first token. tokens: the output so far."""
         self.grammars = grammars
         self.compiled = compiled
-        self.tokens: list[int] = []  # the text's tokens that were followed so far
-        # No token is allowed, the grammar has become too large, or its masks take too long.
+        self.tokens: list[int] = []  # of the output, without end-of-text
+        # The output ends with an error: a token is not allowed, or its masks take too much.
         self.has_failed = False
-        self._rewind()
+        self._start_over()
         self._follow(tokens)
 
-    def _rewind(self) -> None:
-        """Go back to the text's tokens, whatever the matcher has read."""
+    def _start_over(self) -> None:
+        """Make `matcher`: a copy of the automaton that has read the output's tokens, no drafts."""
         self.matcher = self.compiled.deep_copy()
         self.matcher.try_consume_tokens(self.tokens)
-        self.num_drafts = 0  # drafts that the matcher has read after them
-        self.is_lost = False  # a draft came that the grammar forbids, or that ends the text
+        self.num_drafts = 0  # that the matcher has read after them
+        # A draft was forbidden or ended the output: later drafts are not read, and need no mask.
+        self.drafts_ended = False
 
     def _follow(self, new: Iterable[int]) -> None:
+        """Read new tokens of the output."""
         for token in new:
             if token in self.grammars.eos_token_ids:
-                # A mask also allows end-of-text where no token may follow, and after an error. It
-                # is a fault unless the output may end here.
+                # After an error, a mask allows nothing but end-of-text. So ask whether the output
+                # may end here.
                 self.matcher.compute_bitmask()
                 self.has_failed |= self.matcher.is_error() or not self.matcher.is_accepting()
                 return
@@ -251,42 +109,42 @@ class GrammarState:
 
     @property
     def may_end(self) -> bool:
-        """Whether the text may end after the tokens that were followed."""
+        """Whether the output may end here."""
         return self.matcher.is_accepting()
 
-    def push(self, token: int) -> None:
-        """Read a draft; none after one that the grammar forbids or that ends the text."""
-        if self.is_lost:
+    def push(self, draft: int) -> None:
+        """Read a draft, unless one before it was forbidden or ends the output."""
+        if self.drafts_ended:
             return
-        # The matcher reads neither end-of-text nor −1 (no draft, or logits that were not finite).
-        is_end = token in self.grammars.eos_token_ids
-        if is_end or token < 0 or not self.matcher.try_consume_tokens([token]):
-            self.is_lost = True
-        else:
+        # −1 is no token: the request has fewer drafts, or their logits were not finite.
+        is_token = draft >= 0 and draft not in self.grammars.eos_token_ids
+        if is_token and self.matcher.try_consume_tokens([draft]):
             self.num_drafts += 1
+        else:
+            self.drafts_ended = True
 
     def settle(self, new: Iterable[int]) -> None:
-        """A round is over: take its drafts back, and follow the tokens that it made."""
-        if not self.matcher.rollback(self.num_drafts):  # after an error it cannot go back
-            self._rewind()
+        """A round is over: take its drafts back, and read the tokens that it made."""
+        if not self.matcher.rollback(self.num_drafts):  # impossible after an error
+            self._start_over()
         self.num_drafts = 0
-        self.is_lost = False
+        self.drafts_ended = False
         self._follow(new)
         if self.has_failed:
             self.grammars.forget()
 
     def fill_timed(self, mask: Tensor) -> None:
-        """In the worker: fill a mask, int32[W], and end the text if that takes too long."""
+        """In the worker: fill a mask, int32[W], and end the output if that takes too long."""
         start = time.thread_time()
         self.matcher.unsafe_compute_mask_ptr(mask.data_ptr(), mask.nbytes)
         self.has_failed |= time.thread_time() - start > SLOW_MASK
 
     def allowed(self, tokens: Sequence[int]) -> list[int]:
-        """The first of these tokens, as many as may follow the text. This changes nothing."""
+        """The first of these tokens, as many as may follow the output. This changes nothing."""
         return list(tokens[: self.matcher.validate_tokens(list(tokens))])
 
     def forced(self, count: int) -> list[int]:
-        """At most `count` tokens that must follow the text. This changes nothing."""
+        """At most `count` tokens of the text that must follow the output. This changes nothing."""
         text = self.matcher.compute_ff_bytes().decode(errors="ignore")
         tokens = self.grammars.tokenizer.encode(text, is_first=False)
         return self.allowed(tokens[:count])
@@ -296,57 +154,55 @@ class GrammarState:
 
 
 class Masks:
-    """The masks of all texts of a round that have a grammar: width = k + 1 rows for each.
+    """The masks of a round: k + 1 for each request with a grammar, after 0, 1, … k drafts.
 
-    A bit says whether a token is allowed. All bits are set in rows after a draft that the grammar
-    forbids, or that ends the text: nobody reads these. From `start` until `GrammarState.settle` the
-    states belong to the worker; before `start` a drafter may ask them. `texts` are places in the
-    round. In a round: the drafter pushes each draft; the runner pushes the rest and starts; the
-    target's pass runs; `apply` waits for the masks; `settle` takes the drafts back.
+    A set bit allows its token. Masks that nobody needs have all bits set: those after a draft that
+    the grammar forbids or that ends the output. A request is named by its index in the round.
     """
 
     def __init__(self, requests: Sequence[Request], width: int, vocab_size: int):
-        self.states: dict[int, GrammarState] = {}
-        self.first_rows: dict[int, int] = {}  # each text's row of `bits` before its drafts
+        """width: k + 1."""
+        self.states: dict[int, GrammarState] = {}  # of the requests that have a grammar
         for b, request in enumerate(requests):
             if request.grammar_state is not None:
-                self.first_rows[b] = len(self.states) * width
                 self.states[b] = request.grammar_state
-                self.grammars = request.grammar_state.grammars  # all texts have the same
-        words = -(-vocab_size // 32)
-        self.bits = torch.full((len(self.states) * width, words), -1, dtype=torch.int32)  # [n, W]
-        # The worker's tasks: the masks of the texts as they are, then those after each draft.
-        self.works: list[Future] = []
+                self.grammars = request.grammar_state.grammars  # one for all
+        self.first_rows = {b: width * i for i, b in enumerate(self.states)}  # of `bits`
+        shape = width * len(self.states), math.ceil(vocab_size / 32)
+        self.bits = torch.full(shape, -1, dtype=torch.int32)  # [rows, W]; −1: all bits set
+        self.tasks: list[Future] = []  # of the worker; task j fills the masks after j drafts
 
     def start(self) -> None:
-        """Let the worker fill the masks of the texts as they are, if nobody has yet."""
-        if not self.works:
-            self.works = [self.grammars.worker.submit(self._fill, 0, [*self.states])]
+        """Let the worker fill the masks before any draft. A second call does nothing."""
+        if not self.tasks:
+            self.tasks = [self.grammars.worker.submit(self._fill, 0, [*self.states])]
 
-    def push(self, texts: Iterable[int], tokens: Iterable[int]) -> None:
-        """Let the worker read the next draft of these texts, and fill the masks after it."""
+    def push(self, requests: Iterable[int], drafts: Iterable[int]) -> None:
+        """Let the worker read the next draft of these requests, and fill the masks after it."""
         self.start()
-        drafts = {b: token for b, token in zip(texts, tokens) if b in self.states}
-        self.works.append(self.grammars.worker.submit(self._read, len(self.works), drafts))
+        depth = len(self.tasks)
+        own = {b: draft for b, draft in zip(requests, drafts) if b in self.states}
+        self.tasks.append(self.grammars.worker.submit(self._read, depth, own))
 
-    def push_all(self, drafted: Sequence[Sequence[int]]) -> None:
-        """Push the drafts of a round, [B, k], that were not pushed when they were made."""
+    def push_all(self, drafts: Sequence[Sequence[int]]) -> None:
+        """Push those drafts of a round that have not been pushed yet. drafts[j]: draft j of every
+        request."""
         self.start()
-        num_pushed = len(self.works) - 1  # the first task has the masks before any draft
-        for tokens in [*zip(*drafted)][num_pushed:]:
-            self.push(range(len(tokens)), tokens)
+        num_pushed = len(self.tasks) - 1
+        for each in drafts[num_pushed:]:
+            self.push(range(len(each)), each)
 
     def _read(self, depth: int, drafts: dict[int, int]) -> None:
-        """In the worker: read a draft of each text, then fill the masks after it."""
-        for b, token in drafts.items():
-            self.states[b].push(token)
+        """In the worker: read a draft of each request, then fill the masks after it."""
+        for b, draft in drafts.items():
+            self.states[b].push(draft)
         self._fill(depth, drafts)
 
-    def _fill(self, depth: int, texts: Iterable[int]) -> None:
-        """In the worker: fill the masks of these texts after `depth` drafts."""
+    def _fill(self, depth: int, requests: Iterable[int]) -> None:
+        """In the worker: fill the masks of these requests after `depth` drafts."""
         wanted = []
-        for b in texts:
-            if not self.states[b].is_lost:
+        for b in requests:
+            if not self.states[b].drafts_ended:
                 wanted.append((self.states[b], self.first_rows[b] + depth))
         start = time.perf_counter()
         if self.grammars.is_slow:
@@ -355,44 +211,40 @@ class Masks:
         elif wanted:
             jobs = [(state.matcher, row) for state, row in wanted]
             num_rows, words = self.bits.shape
+            row_bytes = 4 * words
             address = self.bits.data_ptr()
-            self.grammars.executor.unsafe_compute_mask_ptr(jobs, address, 4 * words, num_rows)
+            self.grammars.executor.unsafe_compute_mask_ptr(jobs, address, row_bytes, num_rows)
         self.grammars.is_slow = time.perf_counter() - start > SLOW_STEP
 
-    def apply(self, logits: Tensor, texts: Sequence[int], depth: int) -> Tensor:
-        """Set the logits of all tokens that their row's mask forbids to −∞, in place.
-
-        logits: [R, V]; texts: the text of each row. The first row of a text comes after `depth`
-        drafts, its next row after one draft more.
-        """
+    def apply(self, logits: Tensor, owners: Sequence[int], depths: Sequence[int]) -> Tensor:
+        """Set the logits of forbidden tokens to −∞, in place: [R, V]. Row i belongs to request
+        owners[i], after depths[i] of its drafts. Wait for the worker if a mask is needed."""
         masked = []  # rows of `logits`
         masks = []  # their rows of `bits`
-        seen = Counter[int]()
-        for row, b in enumerate(texts):
+        for row, (b, depth) in enumerate(zip(owners, depths)):
             if b in self.states:
                 masked.append(row)
-                masks.append(self.first_rows[b] + depth + seen[b])
-                seen[b] += 1
+                masks.append(self.first_rows[b] + depth)
         if not masked:
             return logits
         self.start()
-        for work in self.works:
-            work.result()
+        for task in self.tasks:
+            task.result()
         return forbid(logits, masked, self.bits[masks])
 
 
 def forbid(logits: Tensor, rows: Sequence[int], masks: Tensor) -> Tensor:
-    """Add −∞ to each logit of these rows whose bit is 0, in place.
+    """Add −∞ to each logit of these rows whose bit is 0, in place: [R, V].
 
-    logits: [R, V]; masks: int32[n, W], on the host, for n rows. Token i has a bit in word i // 32;
-    the lowest bit comes first.
+    masks: int32[len(rows), W], on the host. Token i has bit i % 32 of word i // 32. A table turns
+    each byte of a mask into eight numbers to add, 0 or −∞.
     """
     device = logits.device
     numbers = torch.arange(256, device=device)
     places = torch.arange(8, device=device)
     bits = numbers[:, None] >> places & 1  # of each byte: [256, 8]
     table = bits.to(logits.dtype).log()  # 0 or −∞
-    each_byte = send(masks.contiguous().view(torch.uint8).int(), device)  # [n, 4 W]
+    each_byte = send(masks.contiguous().view(torch.uint8).int(), device)  # [rows, 4 W]
     bias = F.embedding(each_byte, table)
     bias = bias.flatten(1)
     V = logits.shape[1]
@@ -400,7 +252,7 @@ def forbid(logits: Tensor, rows: Sequence[int], masks: Tensor) -> Tensor:
 
 
 def main() -> None:
-    """The demonstration counts the tokens that may follow, after each token of a text."""
+    """The demonstration counts the tokens that may follow, after each token of an output."""
     model = Model.load("tiny", "cpu")
     asked = Grammar("regex", "(Tom|Lily) saw [0-9]{1,2} dogs?\\.")
     state = GrammarState(model.grammars, model.grammars.compile(asked), [])
@@ -413,5 +265,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     from loading import Model
+    from settings import Grammar
 
     main()

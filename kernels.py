@@ -1,9 +1,8 @@
 """The operations of a forward pass in plain torch: the specification, which backends override.
 
-`Ops` has the operations of a forward pass that a machine may do faster. The folders cpu/ and gpu/
-and the page flash.py each offer a subclass that overrides some of them, and calls super() for the
-rest. `find_device` chooses the device, `ops_for` its operations: the other pages of a forward pass
-do not ask what the machine is. Without these, or with LLAMA_PLAIN=1, this page does everything.
+`Ops` has the operations that a machine may do faster than plain PyTorch. The folders cpu/ and gpu/
+and the page flash.py each have a subclass that overrides some of them and calls super() for the
+rest; `ops_for` chooses one. With LLAMA_PLAIN=1, or without these, this page computes everything.
 
     attention(q, k, v)_i = Σ_j softmax_j(q_i · k_j / √D) v_j,      j ≤ i + (m − n)
 
@@ -12,9 +11,14 @@ aligned bottom-right: the last query sees everything. (Aligned top-left, as by P
 it is right only for n = m.) In grouped-query attention (Ainslie et al. 2023) H / G query heads
 share each of the G key/value heads, so the cache is smaller by that factor.
 
-`AttentionMetadata` (kvcache.py) says where the new tokens of a step belong. Attention reads keys
-and values as they are *stored*, also those of the new tokens, so a result does not depend on how a
-prompt was split into chunks, but for rounding.
+`AttentionMetadata` (kvcache.py) says where the new tokens of a step belong. Attention stores their
+keys and values first and reads all of them from the cache, so up to rounding a result does not
+depend on how a prompt was split into chunks.
+
+Damaged weights give NaN or ∞, which must not become a plausible token. So both spread to the
+logits, where `Ops.probabilities` raises NotFinite. Two operations could hide them, so they make NaN
+instead: `rms_norm`, because x / ∞ = 0, and `Ops.attend`, because a score of −∞ is a weight of 0. On
+a GPU a check would make the host wait. There `pick` returns −1, and the runner raises.
 
     T tokens of a step · B sequences · H query heads · G key/value heads · D head size
     C hidden_size · F intermediate_size · V vocab_size · L layers · S tokens of a block of the cache
@@ -28,31 +32,28 @@ import os
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import sampling
-from errors import UserError
-from parallel import group_for
-from quant import Quantized, rounded_product
+from devices import make_current
+from quant import Quantized, dequantized_product, rounded_product
 from sampling import Setting, check_finite
 
 if TYPE_CHECKING:
     from drafters import Chain
+    from eagle import EagleHead
     from kvcache import AttentionMetadata, Cache
     from model import Features, Llama, Rope
+    from runner import Drawn, ModelRunner, ScheduledRequest
     from speculative import Proposal, Rng, Round, Verify
 
-BACKENDS = {"cpu": ("cpu",), "cuda": ("gpu", "flash")}  # the fastest first
-DEQUANTIZED_TILE = 1 << 21  # weights that `linear` dequantizes at a time
-# All CUDA graphs: gpu/graphs.py adds them, runner.py counts them, and app/launch.py drops them
-# before the program ends.
-live_graphs: WeakSet[Any] = WeakSet()
+# For each kind of device, the modules that have a subclass of Ops; the fastest one comes first.
+BACKENDS = {"cpu": ("cpu",), "cuda": ("gpu", "flash")}
+Packed = Any  # a weight in a backend's own format, made by `Ops.pack_weight`; here a Linear
 
 
 class Linear(NamedTuple):
@@ -69,52 +70,6 @@ class HeadNorm(NamedTuple):
     eps: float
 
 
-# ---- The device ----------------------------------------------------------------------------------
-
-
-def send(
-    numbers: Tensor | Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64
-) -> Tensor:
-    """Copy these numbers to the device, without waiting for what it still computes. dtype: of
-    numbers that are no tensor yet."""
-    x = numbers if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=dtype)
-    if device.type == "cuda":
-        return x.pin_memory().to(device, non_blocking=True)  # PyTorch keeps it until it is copied
-    return x.to(device)
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that are free on the device now; if several processes share the model, for each."""
-    memory_info = Path("/proc/meminfo")
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-    elif memory_info.exists():
-        _, available = memory_info.read_text().split("MemAvailable:")
-        free = 1024 * int(available.split()[0])
-    else:
-        page_size = os.sysconf("SC_PAGE_SIZE")
-        free = page_size * os.sysconf("SC_PHYS_PAGES")  # macOS: all that there is
-    return group_for(device).memory(free, device)  # the smallest share of all processes
-
-
-def find_device(name: torch.device | str | None = None) -> torch.device:
-    """The device of this name; None: a GPU, if there is one. UserError if it is not here."""
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    usable = "cpu or cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UserError(f"device {str(name)!r} is unknown: use {usable}") from None
-    if device.type not in BACKENDS:
-        raise UserError(f"device {str(name)!r} is not supported: use {usable}")
-    try:
-        torch.empty(1, dtype=torch.float32, device=device)
-    except (RuntimeError, AssertionError):
-        raise UserError(f"device {str(name)!r} is not on this machine: use {usable}") from None
-    return device
-
-
 # ---- The operations ------------------------------------------------------------------------------
 
 
@@ -126,7 +81,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     n = len(q)
     m = len(k)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, tokens, D]
-    if n in (1, m):  # one query sees all keys; for n = m both masks are the same
+    if n in (1, m):  # no mask for one query; for n = m PyTorch's own mask is the same
         out = F.scaled_dot_product_attention(q, k, v, is_causal=n > 1, enable_gqa=True)
     else:
         mask = torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n)
@@ -148,7 +103,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / √(mean x² + ε), computed in at least float32, · w, over the last dimension."""
     wide = x.float() if x.dtype.itemsize == 2 else x
     mean_square = wide.square().mean(-1, keepdim=True)
-    # rsqrt(∞) is 0, which would hide an overflow from `probabilities`: make it NaN.
+    # 1 / √∞ is 0, which would hide an overflow.
     mean_square = mean_square.masked_fill(mean_square == math.inf, math.nan)
     normed = wide * torch.rsqrt(mean_square + eps)
     return normed.to(x.dtype) * weight
@@ -157,8 +112,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rotated(
     qkv: Tensor, G: int, rope: Rope | None, norm: HeadNorm | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """qkv [T, H + 2 G, D] -> q [T, H, D], k and v [T, G, D]; q and k are normed by `norm`, then
-    rotated by `rope`."""
+    """Split qkv [T, H + 2 G, D] into q [T, H, D], k and v [T, G, D]. q and k are normed, then
+    rotated; None: they are not."""
     H = qkv.shape[1] - 2 * G
     qk, v = qkv.split((H + G, G), dim=1)
     if norm is not None:
@@ -174,7 +129,7 @@ def rotated(
 class Ops:
     """The plain operations, differentiable, in every dtype."""
 
-    multi_step = 1  # how many tokens a step without drafts draws (runner.py)
+    step_budget = 512  # tokens of a pass, at most: longer prompts are read in chunks (batcher.py)
     language = "plain PyTorch"  # what computes, as the first line of a program says it
 
     # ---- Weights and storage
@@ -184,17 +139,16 @@ class Ops:
     ) -> tuple[torch.dtype, torch.dtype]:
         """The dtype that a model computes in, and the one that its matrices have in memory.
 
-        stored: the dtypes of the checkpoint. asked: the user's choice. Without one the plain
-        operations compute in at least float32, and a backend chooses its own. A backend may keep
-        matrices in a narrower dtype than it computes in, if no bit is lost. The first dtype of the
-        checkpoint counts.
+        stored: the dtypes in the checkpoint, the commonest first. asked: the user's choice; None:
+        the commonest, or float32 if that is wider. A backend may prefer another one, and may keep
+        matrices in a narrower dtype than it computes in, if no bit is lost.
         """
         dtype = asked or stored[0]
         if asked is None and dtype.itemsize == 2:
             dtype = torch.float32
         return dtype, dtype
 
-    def pack_weight(self, weight: Linear, dtype: torch.dtype) -> Any:
+    def pack_weight(self, weight: Linear, dtype: torch.dtype) -> Packed:
         """The weight in the format that `linear` or `embed` reads fastest. dtype: that of x."""
         return weight
 
@@ -205,38 +159,33 @@ class Ops:
 
     # ---- The operations of a layer
 
-    def embed(self, tokens: Tensor, weight: Any, dtype: torch.dtype) -> Tensor:
+    def embed(self, tokens: Tensor, weight: Packed, dtype: torch.dtype) -> Tensor:
         """The rows of W of these tokens: int64[T] -> [T, C]."""
         w = weight.weight
         if isinstance(w, Tensor):
             return F.embedding(tokens, w)
         return w.rows(tokens).dequantize(dtype)
 
-    def linear(self, x: Tensor, weight: Any) -> Tensor:
-        """x Wᵀ + b: [T, K] -> [T, N]. A quantized W is dequantized in tiles of some rows."""
+    def linear(self, x: Tensor, weight: Packed) -> Tensor:
+        """x Wᵀ + b: [T, K] -> [T, N]."""
         w, bias = weight
         if isinstance(w, Tensor):
             return F.linear(x, w, bias)
         if w.input_bits == 8:  # x is rounded to 8 bits, too: W8A8
             y = rounded_product(x, w)
         else:
-            rows = max(16, DEQUANTIZED_TILE // w.columns)  # of a tile
-            products = []
-            for start in range(0, len(w.values), rows):
-                tile = w.rows(slice(start, start + rows))
-                products.append(F.linear(x, tile.dequantize(x.dtype)))
-            y = torch.cat(products, dim=-1)
+            y = dequantized_product(x, w)
         return y if bias is None else y + bias
 
     def add_norm(
         self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """x + delta (None: x alone), and its RMSNorm, computed in at least float32: [T, C] each."""
+        """x + delta, and the RMSNorm of that sum: [T, C] each. delta: None stands for 0."""
         if delta is not None:
             x = x + delta
         return x, rms_norm(x, weight, eps)
 
-    def swiglu(self, x: Tensor, gate_up: Any) -> Tensor:
+    def swiglu(self, x: Tensor, gate_up: Packed) -> Tensor:
         """silu(gate) · up, the two halves of gate_up's product: [T, C] -> [T, F]."""
         gate, up = self.linear(x, gate_up).chunk(2, dim=-1)
         return F.silu(gate) * up
@@ -252,15 +201,13 @@ class Ops:
     ) -> Tensor:
         """Norm and rotate q and k, store k and v, then attend within each sequence.
 
-        qkv: [T, H + 2 G, D] -> [T, H, D]. rope: None if q and k are rotated already; then there is
-        no norm. norm: None if the model has none.
+        qkv: [T, H + 2 G, D] -> [T, H, D]. norm: None if the model has none. rope: None if q and k
+        are normed and rotated already.
         """
         q, k, v = rotated(qkv, G, rope, norm)
         cache = metadata.cache
-        # Attention may hide a NaN or ∞ of qkv, which `probabilities` must find. 0 · NaN and 0 · ∞
-        # are NaN; otherwise this adds 0.
-        zero = (0 * qkv).sum()
-        if cache is None:  # all sequences have the same length, so one call serves all of them
+        zero = (0 * qkv).sum()  # NaN if a number of qkv is NaN or ∞, which attention may hide
+        if cache is None:  # all sequences are new and have the same length: one call for all
             B = len(metadata.sequences)
             q, k, v = (x.unflatten(0, (B, -1)).transpose(1, 2) for x in (q, k, v))
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -276,11 +223,9 @@ class Ops:
     # ---- Sampling
 
     def probabilities(self, logits: Tensor, masked: bool = True, **settings: Setting) -> Tensor:
-        """logits [B, V] -> their distributions, float[B, V] (sampling.py). A backend that does not
-        know a setting calls this one.
+        """logits [B, V] -> their distributions, float[B, V] (sampling.py).
 
-        NotFinite for NaN or ∞, and for −∞ unless a mask may have put it there. This check would
-        stall a GPU, so there `pick` returns −1 instead, and the caller raises.
+        NotFinite for NaN or ∞, and for −∞ unless `masked`: a grammar may have put it there.
         """
         return sampling.probabilities(check_finite(logits, masked), **settings)
 
@@ -289,33 +234,48 @@ class Ops:
         row's random numbers come from (sampling.py)."""
         return sampling.pick(probs, streams)
 
-    def verify_block(
-        self, plain: Verify, p: Tensor, q: Tensor, drafted: Tensor, rng: Rng
-    ) -> tuple[Tensor, Tensor]:
-        """Accepted drafts and the next token, int64[B] each. plain: speculative.verify_block, which
-        is handed in because that page imports this one."""
-        return plain(p, q, drafted, rng)
-
-    # ---- What a backend may do in one call
+    # ---- Loops of other pages, which a backend may run in one call
+    # Those pages import this one, so they hand in what is to run: a model, a chain, a function.
 
     def forward(
         self,
         llama: Llama,
-        inputs: Any,
+        tokens: Tensor,
         metadata: AttentionMetadata,
         logits_indices: Tensor | slice | None = None,
         features: Features | None = None,
     ) -> Tensor:
-        """A forward pass of a model, or of an EAGLE head, as their own `forward` computes it."""
-        return llama.forward(inputs, metadata, logits_indices, features)
+        """A forward pass of the target or of a draft model (model.py)."""
+        return llama.forward(tokens, metadata, logits_indices, features)
+
+    def forward_head(
+        self, head: EagleHead, f: Tensor, tokens: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
+        """A forward pass of an EAGLE head (eagle.py)."""
+        return head.forward(f, tokens, metadata)
 
     def chain(self, chain: Chain, round: Round) -> Proposal:
-        """All drafts of a round, as `Chain.one_by_one` makes them (drafters.py)."""
+        """All drafts of a round (drafters.py)."""
         return chain.one_by_one(round)
 
+    def verify_block(
+        self, verify_block: Verify, p: Tensor, q: Tensor, drafted: Tensor, rng: Rng
+    ) -> tuple[Tensor, Tensor]:
+        """Accepted drafts, and the token after them: int64[B] each (speculative.py)."""
+        return verify_block(p, q, drafted, rng)
+
+    def run_rounds(
+        self,
+        runner: ModelRunner,
+        scheduled: Sequence[ScheduledRequest],
+        features: Features | None,
+    ) -> list[Drawn]:
+        """The passes of a step, as `ModelRunner.run_rounds` makes them (runner.py)."""
+        return runner.run_rounds(scheduled, features)
+
     def warm_up(self, llama: Llama, cache: Cache, vocab_size: int) -> None:
-        """Compile now the kernels that steps of many texts will launch. vocab_size: the number of
-        tokens that can be drawn."""
+        """Compile now what steps with many sequences will need; plain torch compiles nothing.
+        vocab_size: the number of tokens that can be drawn."""
 
 
 # ---- The choice ----------------------------------------------------------------------------------
@@ -333,12 +293,6 @@ def ops_for(device: torch.device | str) -> Ops:
             if ops is not None:  # it has what it needs
                 return ops
     return Ops()
-
-
-def make_current(device: torch.device) -> None:
-    """Let this thread launch kernels and graphs on this device."""
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)
 
 
 def main() -> None:

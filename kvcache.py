@@ -11,7 +11,7 @@ out over all tokens: so "8/4" gives keys 8 bits and values 4.
     cache.fits([(seq, n), ...])                is there memory for n more tokens each?
     metadata = cache.extend([(seq, tokens)])   takes memory for these tokens, or refuses before
                                                anything has changed
-    cache.commit(seq, tokens, num_new)         after a step: forgets rejected drafts
+    cache.commit(seq, text)                    after a step: keeps the text, forgets rejected drafts
     cache.truncate(seq, length)                keeps the first `length` tokens; a paged cache does
                                                not cut into a block that `open` may find
     cache.free(seq) · cache.length(seq)
@@ -45,8 +45,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from devices import free_memory, send
 from errors import UserError
-from kernels import Ops, free_memory, ops_for, send
+from kernels import Ops, ops_for
 from quant import KEY_GROUP, Bits, from_int4, from_int8, int4, int8
 
 if TYPE_CHECKING:
@@ -72,13 +73,12 @@ class AttentionMetadata:
     """Where the new tokens of a step, packed end to end, belong: five views of one buffer.
 
     positions     int32[T]      where a token is in its sequence
-    slot_mapping  int32[T]      where its key and value are stored; −1: nowhere (padding, on a GPU)
+    slot_mapping  int32[T]      where its key and value are stored
     cu_seqlens    int32[B + 1]  where each sequence's new tokens begin, and at last T
     seq_lens      int32[B]      tokens of each sequence, new ones included
     block_tables  int32[B, M]   padded with 0
 
-    cache: None if there is none; a sequence then sees its own new tokens only. shape: (T, B, M), if
-    the tensors are to be larger than these sequences need, as for CUDA graphs (`fill`).
+    cache: None if there is none; a sequence then sees its own new tokens only.
     """
 
     def __init__(
@@ -86,16 +86,14 @@ class AttentionMetadata:
         sequences: Sequence[SequenceSlice],
         block_size: int,
         cache: Cache | None = None,
-        shape: tuple[int, int, int] | None = None,
     ):
         self.sequences = sequences
         self.block_size = block_size
         self.cache = cache
         self.num_new_tokens = [sequence.num_new_tokens for sequence in sequences]
-        longest_table = max((len(sequence.block_table) for sequence in sequences), default=0)
-        self.shape = shape or (sum(self.num_new_tokens), len(sequences), longest_table)
         self.backend: dict[str, Any] = {}  # what a backend computes once for all layers
-        self._set_views(pack_metadata(sequences, block_size, *self.shape))
+        M = max((len(sequence.block_table) for sequence in sequences), default=0)
+        self._set_parts(pack_metadata(sequences, block_size, M), M)
 
     @classmethod
     def without_cache(cls, num_sequences: int, length: int) -> AttentionMetadata:
@@ -103,12 +101,16 @@ class AttentionMetadata:
         slices = [SequenceSlice([b], 0, length) for b in range(num_sequences)]
         return cls(slices, block_size=length)
 
+    def _set_parts(self, parts: Sequence[array], M: int) -> None:
+        self.table_length = M
+        self.sizes = [len(part) for part in parts]
+        self._set_views(joined_parts(parts))
+
     def _set_views(self, buffer: Tensor) -> None:
-        T, B, M = self.shape
         self.buffer = buffer
-        parts = buffer.split_with_sizes([T, T, B + 1, B, B * M])
+        parts = buffer.split_with_sizes(self.sizes)
         self.positions, self.slot_mapping, self.cu_seqlens, self.seq_lens, tables = parts
-        self.block_tables = tables.view(B, M)
+        self.block_tables = tables.view(len(self.seq_lens), self.table_length)
 
     def to(self, device: torch.device) -> AttentionMetadata:
         """The same on the device, by one copy."""
@@ -118,15 +120,6 @@ class AttentionMetadata:
         moved.backend = {}
         moved._set_views(send(self.buffer, device))
         return moved
-
-    def fill(self, sequences: Sequence[SequenceSlice]) -> None:
-        """Write other sequences into the same tensors, which a CUDA graph reads (gpu/graphs.py).
-
-        The rest is padding, stored nowhere. `num_new_tokens` and `slots` keep their old values.
-        """
-        self.sequences = sequences
-        packed = pack_metadata(sequences, self.block_size, *self.shape)
-        self.buffer.copy_(send(packed, self.buffer.device), non_blocking=True)
 
     @cached_property
     def slots(self) -> list[Tensor]:
@@ -138,10 +131,8 @@ class AttentionMetadata:
         return [slots[b, : sequence.seq_len] for b, sequence in enumerate(self.sequences)]
 
 
-def pack_metadata(
-    sequences: Sequence[SequenceSlice], block_size: int, T: int, B: int, M: int
-) -> Tensor:
-    """The five tensors of `AttentionMetadata` end to end, on the host: int32[2T + 2B + 1 + BM]."""
+def pack_metadata(sequences: Sequence[SequenceSlice], block_size: int, M: int) -> list[array]:
+    """The numbers of the five tensors of `AttentionMetadata`, in their order."""
     positions = array("i")
     slot_mapping = array("i")
     cu_seqlens = array("i", [0])
@@ -160,15 +151,12 @@ def pack_metadata(
         seq_lens.append(stop)
         block_tables.extend(block_table)
         block_tables.extend([0] * (M - len(block_table)))
-    padding = T - len(positions)
-    missing = B - len(sequences)
-    positions.extend([0] * padding)
-    slot_mapping.extend([-1] * padding)
-    cu_seqlens.extend([cu_seqlens[-1]] * missing)
-    seq_lens.extend([0] * missing)
-    block_tables.extend([0] * (M * missing))
-    numbers = positions + slot_mapping + cu_seqlens + seq_lens + block_tables
-    return torch.frombuffer(numbers, dtype=torch.int32)
+    return [positions, slot_mapping, cu_seqlens, seq_lens, block_tables]
+
+
+def joined_parts(parts: Sequence[array]) -> Tensor:
+    """The parts end to end, on the host: int32[sum of their lengths]."""
+    return torch.frombuffer(sum(parts, array("i")), dtype=torch.int32)
 
 
 # ---- Storage -------------------------------------------------------------------------------------
@@ -312,6 +300,7 @@ class CacheFull(UserError):
 @dataclass
 class CachedSequence:
     tokens: list[int] = field(default_factory=list)
+    num_committed: int = 0  # of these tokens: after them there may be a 0 for a draft
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[int] = field(default_factory=list)  # of the full blocks (paged.py)
 
@@ -420,19 +409,22 @@ class Cache:
             raise ValueError(
                 f"sequence {seq} has {self.length(seq)} tokens: it cannot be cut to {length}"
             )
-        del self._sequences[seq].tokens[length:]
+        sequence = self._sequences[seq]
+        del sequence.tokens[length:]
+        sequence.num_committed = min(sequence.num_committed, length)
 
-    def commit(self, seq: int, tokens: Sequence[int], num_new: int) -> None:
+    def commit(self, seq: int, text: Sequence[int]) -> None:
         """After a step, keep the keys and values of the text, without those of rejected drafts.
 
-        tokens: the whole text, which the step made longer by num_new. No model has read the last
-        of them, and a draft model has not read its last draft either.
+        text: all its tokens. No model has read the last one, and a draft model may lack more.
         """
-        length = min(self.length(seq), len(tokens) - 1)  # a draft model may have read less
+        sequence = self.sequence(seq)
+        length = min(len(sequence.tokens), len(text) - 1)
         self.truncate(seq, length)
         # `extend` was told 0 for each draft, which only the device knew: enter the accepted ones.
-        first = len(tokens) - num_new
-        self._sequences[seq].tokens[first:length] = tokens[first:length]
+        start = sequence.num_committed
+        sequence.tokens[start:] = text[start:length]
+        sequence.num_committed = length
 
 
 class KVCache(Cache):

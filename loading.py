@@ -19,15 +19,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from automaton import Grammars
 from checkpoint.eagle import is_eagle
 from checkpoint.generation import GenerationConfig
 from checkpoint.hub import find_model
 from checkpoint.load import default_bits, draft_config, load_eagle
+from devices import free_memory
 from drafters import Drafter, ModelDrafter, NgramDrafter, SelfDrafter
 from eagle import EagleDrafter, EagleHead
 from errors import UserError
-from grammar import Grammars
-from kernels import Ops, free_memory
+from kernels import Ops
 from kvcache import Cache
 from model import Llama
 from quant import Kind, widths

@@ -12,11 +12,11 @@ belongs, and `ops` (kernels.py) computes.
         x = x + down(silu(gate) · up)                      Ops.swiglu: silu(gate) · up, from norm(x)
     logits = head(norm(x[logits_indices]))                 [R, V]
 
-  - RMSNorm (Zhang & Sennrich 2019) is x / √(mean x² + ε) · w. The next norm adds x + … itself,
-    because both together are one pass over x (`add_norm`).
+  - RMSNorm (Zhang & Sennrich 2019) is x / √(mean x² + ε) · w. `add_norm` computes x = x + … and
+    the norm after it together, because that reads x from memory only once.
   - Rotary embeddings (Su et al. 2021) turn the dimension pair (i, i + D/2) of q and k by position ·
-    θ^(−2i/D), so that q · k depends on the distance alone. (The paper's pairs are (2i, 2i + 1). The
-    Hub's checkpoints have the rows of q and k in the order for halves, most GGUFs in the paper's.)
+    θ^(−2i/D), so that q · k depends only on the distance of their tokens. (The paper's pairs are
+    (2i, 2i + 1). In the Hub's checkpoints the rows of q and k are reordered to match.)
   - Qwen 2.5 adds biases to q, k and v. Qwen 3 has a norm of each head of q and of k, which attend
     applies before it rotates them (`HeadNorm`).
   - In grouped-query attention (Ainslie et al. 2023) H query heads share G key/value heads. SwiGLU
@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -51,47 +51,26 @@ Rope = tuple[Tensor, Tensor]  # cos and sin of the positions of a step: [T, 1, D
 
 
 class Features(NamedTuple):
-    """x at the input of some layers, which a pass hands out if it is asked to (eagle.py)."""
+    """The residual stream at the input of some layers, which a pass stores if it is asked to: an
+    EAGLE head reads it (eagle.py)."""
 
-    layers: tuple[int, ...]
+    layers: tuple[int, ...]  # a layer may occur twice
     values: Tensor  # [T, len(layers), C], to be filled
+
+    def store(self, i: int, x: Tensor, mlp_out: Tensor | None) -> None:
+        """The input of layer i has come; store it if it is wanted."""
+        for place, layer in enumerate(self.layers):
+            if layer == i:
+                self.values[:, place] = x if mlp_out is None else x + mlp_out
 
 
 class Llama(Weights):
-    """`llama(tokens, metadata, logits_indices)` -> logits. Without metadata the tokens are one
-    sequence, and there is no cache. Its weights are made, named and packed in
-    checkpoint/weights.py."""
+    """`llama(tokens, metadata, logits_indices)` -> logits. The weights are attributes, which
+    checkpoint/weights.py makes, names and packs."""
 
     load = classmethod(load_llama)  # checkpoint/load.py
 
-    def __call__(
-        self,
-        tokens: Tensor,
-        metadata: AttentionMetadata | None = None,
-        logits_indices: Tensor | slice | None = None,
-        features: Features | None = None,
-    ) -> Tensor:
-        """tokens: int64[T] -> logits [R, V] after the tokens at `logits_indices` (None: after all).
-
-        features: the pass fills them, too.
-        """
-        if metadata is None:
-            tokens = self.checked(tokens)
-            metadata = AttentionMetadata.without_cache(1, len(tokens)).to(self.device)
-        # A backend may do the whole pass at once; the plain one calls `forward`, below.
-        return self.ops.forward(self, tokens, metadata, logits_indices, features)
-
-    def checked(self, tokens: Tensor) -> Tensor:
-        """The tokens of one text, as int64[T]. UserError if this model cannot read them."""
-        most = self.config.max_position_embeddings
-        is_text = tokens.dim() == 1 and 0 < len(tokens) <= most
-        if not is_text or tokens.dtype not in (torch.int32, torch.int64):
-            raise UserError(
-                f"tokens are {tokens.dtype} of shape {[*tokens.shape]}: give those of one text, "
-                f"int64[T] with T from 1 to {most}, the model's limit"
-            )
-        check_known(tokens.tolist(), self.config.vocab_size)
-        return tokens.long()
+    # ---- The forward pass
 
     def forward(
         self,
@@ -100,37 +79,20 @@ class Llama(Weights):
         logits_indices: Tensor | slice | None,
         features: Features | None = None,
     ) -> Tensor:
-        """The plain loop over the layers."""
+        """tokens: int64[T] -> logits [R, V] after the tokens at `logits_indices` (None: after all).
+        features: filled, too, if they are given."""
         rope = self.rope(metadata.positions)
         x = self.embedding(tokens)  # [T, C]
-        mlp_out = None
+        mlp_out = None  # the residual stream is x + mlp_out: the next norm adds them
         for i, layer in enumerate(self.layers):
-            for f, wanted in enumerate(features.layers if features else ()):
-                if wanted == i:  # a head may want a layer twice
-                    # mlp_out is added to x only by the next norm.
-                    features.values[:, f] = x if i == 0 else x + mlp_out
+            if features is not None:
+                features.store(i, x, mlp_out)
             x, mlp_out = self.decoder_layer(layer, x, mlp_out, rope, metadata, i)
         if logits_indices is not None:
             x = x[logits_indices]  # [R, C]
             mlp_out = mlp_out[logits_indices]
         _, normed = self.ops.add_norm(x, mlp_out, self.norm, self.config.rms_norm_eps)
         return self.group.gather(self.ops.linear(normed, self.head), self.config.vocab_size)
-
-    def embedding(self, tokens: Tensor) -> Tensor:
-        """int64[T] -> [T, C]."""
-        embed = partial(self.ops.embed, weight=self.embed, dtype=self.dtype)
-        return self.group.embed(tokens, self.config.vocab_size, embed)
-
-    def empty_features(self, layers: tuple[int, ...], T: int) -> Features:
-        """Features that a pass over T tokens fills."""
-        shape = T, len(layers), self.config.hidden_size
-        return Features(layers, torch.empty(shape, dtype=self.dtype, device=self.device))
-
-    def rope(self, positions: Tensor) -> Rope:
-        """The turns of dimension pairs at these positions: int[T] -> cos and sin, [T, 1, D / 2]
-        each. A pair (a, b) becomes (a cos − b sin, b cos + a sin)."""
-        angles = torch.outer(positions, self.frequencies)[:, None]
-        return angles.cos().to(self.dtype), angles.sin().to(self.dtype)
 
     def decoder_layer(
         self,
@@ -141,8 +103,8 @@ class Llama(Weights):
         metadata: AttentionMetadata,
         i: int,
     ) -> tuple[Tensor, Tensor]:
-        """Layer i. The residual stream, [T, C], comes and goes as two parts, whose sum it is: x and
-        mlp_out (None before layer 0)."""
+        """Layer i. The residual stream, [T, C], comes and goes as two terms, x and mlp_out (None
+        before layer 0)."""
         ops = self.ops
         G = self.config.num_key_value_heads
         D = self.config.head_dim
@@ -156,6 +118,55 @@ class Llama(Weights):
         mlp_out = self.group.sum(ops.linear(hidden, layer.down))
         return x, mlp_out
 
+    def embedding(self, tokens: Tensor) -> Tensor:
+        """int64[T] -> [T, C]. `group` calls `embed` for the tokens whose rows this process has."""
+
+        def embed(own: Tensor) -> Tensor:
+            return self.ops.embed(own, self.embed, self.dtype)
+
+        return self.group.embed(tokens, self.config.vocab_size, embed)
+
+    def rope(self, positions: Tensor) -> Rope:
+        """The turns of dimension pairs at these positions: int[T] -> cos and sin, [T, 1, D / 2]
+        each. A pair (a, b) becomes (a cos − b sin, b cos + a sin)."""
+        angles = torch.outer(positions, self.frequencies)[:, None]
+        return angles.cos().to(self.dtype), angles.sin().to(self.dtype)
+
+    # ---- Calling it
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        metadata: AttentionMetadata | None = None,
+        logits_indices: Tensor | slice | None = None,
+        features: Features | None = None,
+    ) -> Tensor:
+        """What `forward` returns. Without metadata the tokens are one sequence, without a cache."""
+        if metadata is None:
+            tokens = self.checked(tokens)
+            metadata = AttentionMetadata.without_cache(1, len(tokens)).to(self.device)
+        # This calls `forward`, unless the backend has a faster version of the whole pass.
+        return self.ops.forward(self, tokens, metadata, logits_indices, features)
+
+    def checked(self, tokens: Tensor) -> Tensor:
+        """The tokens of one sequence, as int64[T]. UserError if this model cannot read them."""
+        most = self.config.max_position_embeddings
+        is_text = tokens.dim() == 1 and 0 < len(tokens) <= most
+        if not is_text or tokens.dtype not in (torch.int32, torch.int64):
+            raise UserError(
+                f"tokens are {tokens.dtype} of shape {[*tokens.shape]}: give those of one text, "
+                f"int64[T] with T from 1 to {most}, the model's limit"
+            )
+        check_known(tokens.tolist(), self.config.vocab_size)
+        return tokens.long()
+
+    def empty_features(self, layers: tuple[int, ...], T: int) -> Features:
+        """Features that a pass over T tokens fills."""
+        shape = T, len(layers), self.config.hidden_size
+        return Features(layers, torch.empty(shape, dtype=self.dtype, device=self.device))
+
+    # ---- What caches and schedulers ask
+
     def kv_spec(self, bits: Bits = (16, 16), draft_layers: int = 0) -> KVSpec:
         """What a cache stores of a token. draft_layers: the layers of a head that shares the cache
         (eagle.py)."""
@@ -163,27 +174,28 @@ class Llama(Weights):
         return replace(spec, ops=self.ops)
 
     def price(self, context: int) -> int:
-        """What a token costs that is read after `context` others, in tokens read at the start of
-        a text: 1 + context / C₀, rounded down.
+        """The cost of reading a token after `context` others. 1 is the cost at the start of a
+        sequence; attention costs as much again after each `even_context` tokens.
 
-        At C₀ its attention takes as many operations as its matrices: 2 for each of their weights,
-        and 4 · H · D for each key, in every layer. At most 8: a smaller chunk would save no time,
-        because every pass reads all keys.
+        At most 8, because cutting prompts into even smaller chunks would save no time: every pass
+        reads all keys.
         """
         return min(8, 1 + context // self.even_context)
 
     @cached_property
     def even_context(self) -> int:
-        """C₀ of `price`."""
+        """How many keys a token attends to when its attention takes as many operations as its
+        matrices. In a layer these take 2 operations a weight, and attention 4 · H · D a key."""
         c = self.config
-        # Weights of a layer, divided by C: of q, k, v and o; then of gate, up and down.
-        rows = 2 * (c.query_size + c.kv_size) + 3 * c.intermediate_size
-        return c.hidden_size * rows // (2 * c.query_size)
+        attention_rows = 2 * (c.query_size + c.kv_size)  # of q, k, v, and columns of o
+        mlp_rows = 3 * c.intermediate_size  # of gate, up, and columns of down
+        num_weights = c.hidden_size * (attention_rows + mlp_rows)
+        return 2 * num_weights // (4 * c.query_size)
 
 
 @torch.inference_mode()
 def main(name: str = "tiny") -> None:
-    """The demonstration shows that it does not matter how a text is split into chunks."""
+    """The demonstration shows that it does not matter how a sequence is split into chunks."""
     llama = Llama.load(name, dtype=torch.float32)
     text = torch.arange(1, 101, device=llama.device)
     whole = llama(text)

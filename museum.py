@@ -50,11 +50,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from automaton import Grammars
 from batcher import Batcher
 from drafters import Chain, ModelDrafter
-from grammar import Grammars
 from kernels import Ops
-from kvcache import KVSpec, SequenceSlice, Store, pack_metadata
+from kvcache import AttentionMetadata, KVSpec, Store
 from paged import BlockPool, PagedCache
 from proof import (
     Distribution,
@@ -234,12 +234,6 @@ def stored_is_read() -> bool:
     return torch.allclose(keys.read(0, slots, x.dtype), x, atol=0.1)
 
 
-def padding_is_stored_nowhere() -> bool:
-    """A CUDA graph's step may have more rows than tokens. The rows of padding have no slot."""
-    metadata = pack_metadata([SequenceSlice([1], 0, 2)], 2, T=4, B=2, M=1)
-    return metadata[4:8].tolist() == [2, 3, -1, -1]
-
-
 def nan_is_told() -> bool:
     """Logits that are not finite raise an error."""
     try:
@@ -333,8 +327,8 @@ ROOMS: dict[str, list[Exhibit]] = {
             "a rejected draft is kept, because the count is off by one",
             "a word was dropped, and the words after it were kept",
             verify_block,
-            "count_to_last(stands)",
-            "(count_to_last(stands) + 1).minimum((drafted >= 0).sum(1))",
+            "count_to_last(passed)",
+            "(count_to_last(passed) + 1).minimum((drafted >= 0).sum(1))",
             distribution_by_enumeration,
         ),
         Exhibit(
@@ -423,13 +417,13 @@ ROOMS: dict[str, list[Exhibit]] = {
             stored_is_read,
         ),
         Exhibit(
-            "m0at/rvllm#32",
-            "the padding of a CUDA graph is stored in slot 0",
-            "a running request lost its first keys and values",
-            pack_metadata,
-            "slot_mapping.extend([-1] * padding)",
-            "slot_mapping.extend([0] * padding)",
-            padding_is_stored_nowhere,
+            "GeeeekExplorer/nano-vllm#212",
+            "a chunk of a prompt attends to slots that are not written yet",
+            "attention read more keys than had been stored",
+            AttentionMetadata.slots.func,
+            "slots[b, : sequence.seq_len]",
+            "slots[b]",
+            texts_alone_and_together,
         ),
     ],
     "Grammars": [
@@ -438,8 +432,8 @@ ROOMS: dict[str, list[Exhibit]] = {
             "verification does not apply the grammar's masks",
             "drafts that the grammar forbids were accepted",
             Round.probabilities,
-            "logits = self.masks.apply(logits, rows, depth)",
-            "self.masks.apply(logits.clone(), rows, depth)",
+            "logits = self.masks.apply(logits, owners, depths)",
+            "self.masks.apply(logits.clone(), owners, depths)",
             distribution_with_grammar,
         ),
         Exhibit(
@@ -457,9 +451,9 @@ ROOMS: dict[str, list[Exhibit]] = {
             "vllm-project/vllm#33391",
             "logprobs are taken from rows of drafts that were rejected",
             "tokens had the logprobs of other positions",
-            ModelRunner._logprobs,
-            "item.logits[: len(new)]",
-            "item.logits[-len(new) :]",
+            ModelRunner._drawn,
+            "item.logits[: len(tokens)]",
+            "item.logits[-len(tokens) :]",
             texts_alone_and_together,
         ),
         Exhibit(
@@ -467,7 +461,7 @@ ROOMS: dict[str, list[Exhibit]] = {
             "a cached prompt is not computed again when its logprobs are asked for",
             "its tokens had the logprobs of another prompt",
             ModelRunner.open,
-            "known = known[: len(request.prompt_logprobs) + 1]",
+            "may_find = may_find[: len(request.prompt_logprobs) + 1]",
             "pass",
             texts_alone_and_together,
         ),
@@ -516,7 +510,7 @@ def main() -> None:
     for room, exhibits in ROOMS.items():
         print(f"\n{room}")
         if room == "Grammars" and find_spec("llguidance") is None:
-            print("  closed: llguidance is not installed (requirements-extra.txt)")
+            print("  closed: llguidance is not installed (the extra server)")
         else:
             caught += map(visit, exhibits)
     print(f"\n{sum(caught)} of {len(caught)} bugs are caught")

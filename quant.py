@@ -21,8 +21,8 @@ computed with it, because a grid with a smaller scale would not reach max x.
     have a scale and a zero for each group of 32, 64 or 128: N (K / 2 + 4 ⌈K / group⌉) bytes, a
     quarter of 16 bits *plus scales*. NF4 has no zeros.
   - Keys and values have a scale (and in 4 bits a zero) for each token and head. To reduce errors,
-    4-bit keys have these for each group of 16 numbers, and their zeros count quarters of a grid
-    step.
+    4-bit keys have these for each group of 16 numbers, and store their zeros in quarters of a
+    grid step.
   - Activations may be rounded like INT8 or FP8 weights, with a scale for each token (W8A8; Xiao et
     al. 2022).
 
@@ -63,11 +63,11 @@ def symmetric(x: Tensor, steps: int, group: int | None) -> tuple[Tensor, Tensor]
     return x.float() / spread(scale, group, x), scale
 
 
-def affine(x: Tensor, group: int, parts: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+def affine(x: Tensor, group: int, fraction: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     """Make grids from min x to max x in 15 steps, one for each group of columns.
 
-    parts: a zero is in units of 1 / parts of a grid step. x: [..., K] -> q before rounding,
-    float32[..., K]; scale, bfloat16[..., M]; zero, int16[..., M].
+    x: [..., K] -> q before rounding, float32[..., K]; scale, bfloat16[..., M]; zero, int16[..., M],
+    which counts steps, or with `fraction` = 4 quarters of a step.
     """
     x = x.float()
     grouped = groups(x, group)
@@ -76,9 +76,9 @@ def affine(x: Tensor, group: int, parts: int = 1) -> tuple[Tensor, Tensor, Tenso
     largest = torch.maximum(high, -low)
     step = high / 15 - low / 15  # high − low could overflow float32
     scale = stored_scale(wide_enough(step, largest), largest, HALF)
-    zero = -(low / scale * parts).round_()
+    zero = -(low / scale * fraction).round_()
     q = x / spread(scale, group, x)
-    q += spread(zero, group, x) / parts
+    q += spread(zero, group, x) / fraction
     return q, scale, zero.to(torch.int16)
 
 
@@ -107,9 +107,10 @@ def spread(grid: Tensor, group: int, x: Tensor) -> Tensor:
 
 # ---- Scales that can be stored -------------------------------------------------------------------
 
-SMALLEST_SCALE = 1e-30  # avoids a division by 0; groups of zeros stay exact
-# The end of the largest grid, to within a step of bfloat16. The largest float32 is larger still.
-LARGEST = torch.finfo(torch.bfloat16).max
+# Ordinary numbers are far from these limits. A group of zeros would be divided by 0 without the
+# first; with numbers near the largest float32 a grid would overflow without the others.
+SMALLEST_SCALE = 1e-30
+LARGEST = torch.finfo(torch.bfloat16).max  # the end of the largest grid
 LARGEST_ZERO = 2000  # grid steps; then x / scale is precise to 1e-4 steps in float32
 HALF = 7  # whole steps on either side of 0 in a grid of 15 steps
 
@@ -117,8 +118,8 @@ HALF = 7  # whole steps on either side of 0 in a grid of 15 steps
 def wide_enough(scale: Tensor, largest: Tensor) -> Tensor:
     """The scale of a grid of 15 steps, or a larger one. largest: the group's largest |x|."""
     scale = torch.maximum(scale, largest / LARGEST_ZERO)  # so zero is at most LARGEST_ZERO
-    # The grid may reach half a step beyond x, which near the largest float32 would be infinity. So
-    # there it has 7 steps from 0 to LARGEST on either side.
+    # A grid may reach half a step beyond x. Near the largest float32 that would be infinity, so
+    # there the grid has 7 steps on either side of 0, up to LARGEST.
     return scale.masked_fill_(largest > 1e38, LARGEST / HALF)
 
 
@@ -239,7 +240,9 @@ FORMATS: dict[Kind, Format] = {
 
 # ---- Weights -------------------------------------------------------------------------------------
 
-SLAB = 1 << 22  # weights rounded at a time, because rounding takes several times their memory
+# Weights that are rounded, and dequantized, at a time: both take several times their memory.
+SLAB = 1 << 22
+DEQUANTIZED = 1 << 21
 
 
 class Quantized(NamedTuple):
@@ -330,6 +333,16 @@ def quantize(w: Tensor, bits: Kind, group: int | None = None) -> Quantized:
     )
 
 
+def dequantized_product(x: Tensor, w: Quantized) -> Tensor:
+    """x Wᵀ: [T, K] -> [T, N]. W is dequantized some rows at a time, to save memory."""
+    num_rows = max(16, DEQUANTIZED // w.columns)
+    products = []
+    for start in range(0, len(w.values), num_rows):
+        rows = w.rows(slice(start, start + num_rows))
+        products.append(F.linear(x, rows.dequantize(x.dtype)))
+    return torch.cat(products, dim=-1)
+
+
 def rounded_product(x: Tensor, w: Quantized) -> Tensor:
     """x Wᵀ with each row of x rounded as W is, to INT8 or FP8: [T, K] -> [T, N].
 
@@ -347,7 +360,7 @@ def rounded_product(x: Tensor, w: Quantized) -> Tensor:
 Bits = tuple[int, int]  # bits of keys, bits of values
 WIDTHS = {"16": (16, 16), "8": (8, 8), "8/4": (8, 4), "4": (4, 4)}  # as `--kv-bits` names them
 KEY_GROUP = 16  # numbers of a 4-bit key that share a scale; a whole value shares one
-PARTS = 4  # with several groups, zeros count quarters of a grid step: up to 4 · 2,000, in int16
+ZERO_FRACTION = 4  # zeros of 4-bit keys count quarters of a grid step
 
 
 def widths(name: str | int) -> Bits:
@@ -355,7 +368,9 @@ def widths(name: str | int) -> Bits:
     return WIDTHS[Options(kv_bits=name).kv_bits]
 
 
-int8 = FORMATS[8].round  # x: [..., D] -> int8[..., D]; scale, bfloat16[..., 1]
+def int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """A key or value x: [..., D] -> int8[..., D]; scale, bfloat16[..., 1]."""
+    return FORMATS[8].round(x)
 
 
 def from_int8(values: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -370,7 +385,7 @@ def int4(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """
     D = x.shape[-1]
     group = group or D
-    q, scale, zero = affine(x, group, PARTS if group < D else 1)
+    q, scale, zero = affine(x, group, ZERO_FRACTION if group < D else 1)
     return FORMATS[4].encode(q), scale, zero
 
 
@@ -384,7 +399,7 @@ def from_int4(
     """The numbers stored by `int4` with the same `group`: [..., D]."""
     D = 2 * packed.shape[-1]
     group = group or D
-    steps = zero / PARTS if group < D else zero
+    steps = zero / ZERO_FRACTION if group < D else zero
     return from_grid(unpack4(packed), scale, steps, group).to(dtype)
 
 

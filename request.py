@@ -42,7 +42,7 @@ class Request:
     tokens: list[int]  # the prompt, then the new tokens; the last one is not cached yet
     settings: Settings  # seed is not None
     eos_token_ids: Collection[int] = ()
-    seq: int = -1  # the sequence in the target's cache; −1: none
+    seq: int | None = None  # the sequence in the target's cache; None: it is not open
     rounds: list[RoundStats] = field(default_factory=list)
     # The origin of each new token: plain; accepted (a draft); corrected (after a rejected draft);
     # or bonus (at the end of a round in which every draft was accepted).
@@ -51,7 +51,7 @@ class Request:
     # Of the prompt's tokens from the second on, if asked for. Siblings share the list.
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     sibling: Request | None = None  # this request waits until that one has read the same prompt
-    turn: float = 0.0  # the turn in the queue (batcher.py)
+    turn: float = 0.0  # the queue is ordered by turn, then by arrival (serve.py)
     arrived: float = 0.0  # seconds, by time.perf_counter
     started: float = 0.0  # when the request was first admitted (batcher.py)
     num_preemptions: int = 0

@@ -15,6 +15,11 @@ freed just as soon. An `Answer` holds all outputs that one client waits for. It 
 text with those that the client has not taken yet. So a slow client gets fewer, longer pieces,
 delays nobody, and only costs the memory of its own outputs.
 
+A client that sends many requests at once does not make the next client wait for all of them. A
+client's request n (from 0) gets the current turn plus n, and the batch admits earlier turns first.
+When a request of a later turn has its first token, that turn has come; after max_batch first tokens
+the next one has. So no request waits forever (start-time fair queueing).
+
 An exception about one output (if it cannot be decoded, say) ends only that answer. An exception in
 a step ends the engine: every answer fails, and the event `failed` is set.
 
@@ -46,8 +51,8 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, TypeVar
 
+from devices import make_current
 from generate import Engine
-from kernels import make_current
 from request import OutputStream, Request, Result
 from sampling import TokenLogprob
 
@@ -135,11 +140,11 @@ class Answer:
 
 
 @dataclass
-class ServedText:
+class ServedRequest:
     answer: Answer
     stream: OutputStream
     pieces: list[tuple[str, str]]  # for the next update; empty if the client does not stream
-    num_told: int = 0  # tokens that have been reported to the event loop
+    num_reported: int = 0  # tokens that have been reported to the event loop
 
 
 class BatchServer:
@@ -162,7 +167,8 @@ class BatchServer:
         self.failed = asyncio.Event()
         self.error: BaseException | None = None
         # These belong to the engine thread:
-        self.served: dict[Request, ServedText] = {}
+        self.served: dict[Request, ServedRequest] = {}
+        self.turn = 0.0  # the current turn
         self.is_stopped = False
         # Both threads use this:
         self.commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -193,7 +199,7 @@ class BatchServer:
             pieces: list[tuple[str, str]] = []
             if answer.is_streamed:
                 stream.show = lambda *piece, pieces=pieces: pieces.append(piece)
-            text = ServedText(answer, stream, pieces)
+            text = ServedRequest(answer, stream, pieces)
             self.commands.put(partial(self._add, text, arrived, i))
 
     def close(self, answer: Answer) -> None:
@@ -269,20 +275,22 @@ class BatchServer:
 
     def _step(self) -> None:
         new_tokens = self.engine.batcher.step()
-        told = []
+        updates = []
         results = {}
         for request, tokens in new_tokens.items():
             text = self.served[request]
+            if not text.stream.result.tokens:  # these are its first
+                self.turn = max(self.turn + 1 / self.engine.batcher.max_batch, request.turn)
             update = self._feed(text, tokens)
             if update is not None:
-                told.append((text.answer, update))
+                updates.append((text.answer, update))
             if isinstance(update, Update) and update.result is not None:
                 results[request] = update.result
         self.observe(new_tokens, results)
-        if told:
-            self._post(self._deliver, told)
+        if updates:
+            self._post(self._deliver, updates)
 
-    def _feed(self, text: ServedText, tokens: list[int]) -> Update | Exception | None:
+    def _feed(self, text: ServedRequest, tokens: list[int]) -> Update | Exception | None:
         """Turn new tokens into text -> the update for the client, or None if there is none."""
         stream = text.stream
         result = None
@@ -298,19 +306,20 @@ class BatchServer:
         elif not text.pieces:
             return None
         num_tokens = len(stream.result.tokens)
-        logprobs = stream.request.logprobs[text.num_told : num_tokens]
+        logprobs = stream.request.logprobs[text.num_reported : num_tokens]
         update = Update(
             stream.result.index, text.pieces[:], logprobs, num_tokens=num_tokens, result=result
         )
-        text.num_told = num_tokens
+        text.num_reported = num_tokens
         text.pieces.clear()
         return update
 
-    def _add(self, text: ServedText, arrived: float, num_before: int) -> None:
+    def _add(self, text: ServedRequest, arrived: float, num_before: int) -> None:
         """Add a request to the batch. num_before: the requests of this answer that come before."""
         request = text.stream.request
+        request.turn = self.turn + num_before
         try:
-            self.engine.batcher.add(request, num_before)
+            self.engine.batcher.add(request)
         except Exception as error:
             self._post(text.answer.fail, error)
             return
@@ -351,5 +360,5 @@ if __name__ == "__main__":
         from app.server import main
     except ModuleNotFoundError as error:
         needs = f"the server needs the package {error.name}"
-        sys.exit(refuse(f"{needs}: pip install -r requirements-extra.txt"))
+        sys.exit(refuse(f"{needs}: pip install '.[server]'"))
     sys.exit(main())

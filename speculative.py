@@ -70,8 +70,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from devices import send
 from grammar import Masks
-from kernels import send
 from kvcache import KVSpec
 from request import Request
 from sampling import TEXT, Keyed, Setting, draft_role
@@ -84,9 +84,10 @@ if TYPE_CHECKING:
 class Proposal(NamedTuple):
     """The drafts of a round."""
 
-    tokens: Tensor  # int64[B, k]; −1 where a request has fewer, or where logits were not finite
-    q: Tensor | None  # the distributions of the drafts: float[B, k + 1, V], 0 after a request's
-    #                   last draft. It is large, so None in coupled mode, which does not need it
+    tokens: Tensor  # int64[B, k]; −1: the request has fewer drafts, or logits were not finite
+    # The distributions of the drafts, float[B, k + 1, V]; 0 after a request's last draft. None in
+    # coupled mode, which needs none.
+    q: Tensor | None
 
 
 class Rng(Protocol):
@@ -103,14 +104,15 @@ Verify = Callable[[Tensor, Tensor, Tensor, Rng], tuple[Tensor, Tensor]]  # the t
 def verify(p: Tensor, q: Tensor, drafted: Tensor, rng: Rng) -> tuple[Tensor, Tensor]:
     """Count the accepted drafts, token by token, and draw the token after them.
 
-    p: the target's distributions, float[B, k + 1, V], k ≥ 1; q and drafted: the two fields of a
-    Proposal. After a request's last draft nothing is accepted, and the residual is p, so the draw
-    from it is the bonus. -> accepted: int64[B]; token: int64[B], correction or bonus.
+    p: the target's distributions, float[B, k + 1, V], k ≥ 1; q and drafted: the fields q and tokens
+    of a Proposal. After a request's last draft q is 0: nothing is accepted there, and the residual
+    is p, so the draw from it is the bonus. -> the number accepted, and the correction or bonus:
+    int64[B] each.
     """
     ratio = likelihood_ratio(p, q, drafted)
     ratio = ratio.clamp(max=1)
-    stands = rng.accept(ratio)
-    accepted = count_leading(stands)
+    passed = rng.accept(ratio)
+    accepted = count_leading(passed)
     return accepted, pick_residual(p, q, accepted, rng)
 
 
@@ -138,7 +140,7 @@ def pick_residual(p: Tensor, q: Tensor, accepted: Tensor, rng: Rng) -> Tensor:
 
 
 def verify_block(p: Tensor, q: Tensor, drafted: Tensor, rng: Rng) -> tuple[Tensor, Tensor]:
-    """`verify` as a block, with the names of the proof. The host never waits for the device."""
+    """`verify` as a block, with the names of the proof."""
     ratio = likelihood_ratio(p, q, drafted)  # [B, k]
     weights = [torch.ones_like(ratio[:, 0])]
     for ratio_j in ratio.unbind(1):
@@ -151,9 +153,9 @@ def verify_block(p: Tensor, q: Tensor, drafted: Tensor, rng: Rng) -> tuple[Tenso
     m = residual.sum(-1)  # [B, k + 1]
     rest = 1 - w
     h = m / (m + rest)
-    h = torch.where(w == 1, 1, h)  # otherwise 0 / 0 where p = q, up to rounding
-    stands = rng.accept(h[:, 1:])
-    accepted = count_to_last(stands)
+    h = torch.where(w == 1, 1, h)  # there h = m / m, and 0 / 0 if p = q
+    passed = rng.accept(h[:, 1:])
+    accepted = count_to_last(passed)
     return accepted, pick_residual(weighted, q, accepted, rng)
 
 
@@ -163,49 +165,49 @@ def couple(p: Tensor, drafted: Tensor, rng: Rng) -> tuple[Tensor, Tensor]:
     B, k = drafted.shape
     rows = p.flatten(0, 1)  # [B · (k + 1), V]
     picked = rng.pick(rows).view(B, k + 1)
-    stands = drafted == picked[:, :k]  # padding is −1, which is never picked
-    accepted = count_leading(stands)
+    passed = drafted == picked[:, :k]  # −1, where there is no draft, is never picked
+    accepted = count_leading(passed)
     token = picked.gather(1, accepted[:, None])
     return accepted, token[:, 0]
 
 
-def count_leading(stands: Tensor) -> Tensor:
+def count_leading(passed: Tensor) -> Tensor:
     """The number of True before each row's first False: bool[B, k] -> int64[B]."""
-    so_far = stands.long().cumprod(1)
+    so_far = passed.long().cumprod(1)
     return so_far.sum(1)
 
 
-def count_to_last(stands: Tensor) -> Tensor:
+def count_to_last(passed: Tensor) -> Tensor:
     """The length of each row up to its last True: bool[B, k] -> int64[B]."""
-    k = stands.shape[1]
-    numbers = torch.arange(1, k + 1, device=stands.device)
-    standing = torch.where(stands, numbers, 0)
-    return standing.amax(1)
+    k = passed.shape[1]
+    numbers = torch.arange(1, k + 1, device=passed.device)
+    numbers = torch.where(passed, numbers, 0)
+    return numbers.amax(1)
 
 
 class Drawing(NamedTuple):
-    """How a runner draws tokens.
+    """How a runner draws and verifies tokens."""
 
-    vocab_size: the tokenizer's; logits beyond it are padding. make_rng makes the rngs of a round
-    from their seeds, positions and roles; None: `Keyed`, which draws with the target's `Ops.pick`.
-    """
-
-    vocab_size: int
-    coupled: bool = False  # the mode of verification
+    vocab_size: int  # the tokenizer's; logits beyond it are padding
+    coupled: bool = False  # coupled mode; otherwise exact mode
+    # Called with seeds, positions and roles, int64[rows] each, in place of `sampling.Keyed`.
     make_rng: Callable[[Tensor, Tensor, Tensor], Rng] | None = None
     by_token: bool = False  # in exact mode: verify token by token instead of as a block
 
 
 class Round:
-    """The requests of a round, one per row, with their numbers of drafts, settings and rngs.
+    """The requests of a round, named by their index b, and how their tokens are drawn.
 
-    Each request has `width` = k + 1 rngs, keyed by (seed, position, role). At position n:
+    `rngs` has k + 1 rows for each request. A request whose next token is at position n has the keys
+    (position, role):
 
-        exact      (n, text)   (n, draft 0)      (n, draft 1)      …
-        coupled    (n, text)   (n + 1, text)     (n + 2, text)     …
+        row        0            1               2              …
+        exact      (n, text)    (n, draft 0)    (n, draft 1)   …
+        coupled    (n, text)    (n + 1, text)   (n + 2, text)  …
 
-    In exact mode the first rng decides which drafts are accepted (`accept` has its own roles) and
-    picks the correction or the bonus. Tokens are drawn on the target's device, by its `Ops`.
+    In exact mode the target uses row 0, to accept drafts (in roles of their own) and to pick the
+    token after them; draft j is picked with row j + 1. In coupled mode the target and the draft use
+    row j for the token at position n + j.
     """
 
     def __init__(
@@ -223,7 +225,7 @@ class Round:
         self.vocab_size = drawing.vocab_size
         self.coupled = drawing.coupled
         self.device = target.device
-        # The dtype of probabilities.
+        # Of probabilities:
         self.dtype = torch.float64 if target.dtype == torch.float64 else torch.float32
         self.ops = target.ops
         self.make_rng = drawing.make_rng or partial(Keyed, draw=self.ops.pick)
@@ -235,7 +237,7 @@ class Round:
 
     @cached_property
     def keys(self) -> list[tuple[int, int, int]]:
-        """(seed, position, role) of each rng: B · width."""
+        """(seed, position, role) of each row of `rngs`: B · width."""
         keys = []
         for request in self.requests:
             seed = request.settings.seed
@@ -249,20 +251,20 @@ class Round:
 
     @cached_property
     def rngs(self) -> Rng:
-        """The rngs of all requests, made on first use, while a GPU computes its pass."""
+        """One rng with a row for each of `keys`. It is made on first use, when a GPU is already
+        computing a pass."""
         keys = send(self.keys, self.device).view(-1, 3)
         seeds, positions, roles = keys.unbind(1)
         return self.make_rng(seeds, positions, roles)
 
     def text_rng(self) -> Rng:
-        """The target's rng. It has B rows, or in coupled mode B · width, one for each position."""
+        """The rows that the target uses: one for each request, or in coupled mode all."""
         if self.coupled:
             return self.rngs
         return self.rngs[:: self.width]
 
     def draft_rng(self, j: int, rows: Sequence[int]) -> Rng:
-        """The rng of draft j of these requests. In coupled mode it is the target's rng at that
-        position."""
+        """The rows that draft j of these requests is picked with."""
         first = self.first_draft_rng + j
         if len(rows) == len(self.requests):  # a slice, because indices would be sent to a GPU
             return self.rngs[first :: self.width]
@@ -281,7 +283,7 @@ class Round:
         return Proposal(tokens, torch.zeros(shape, dtype=self.dtype, device=device))
 
     def drafting(self, j: int = 0) -> list[int]:
-        """The rows of the requests that take a draft j."""
+        """The requests that want a draft j."""
         return [b for b, num_drafts in enumerate(self.num_drafts) if num_drafts > j]
 
     def setting(self, name: str) -> list[float | int | None]:
@@ -299,7 +301,8 @@ class Round:
         logits: [R, ≥ V], a row for each request. If a request has a grammar, the host waits for
         the GPU.
         """
-        q = self.probabilities(logits, rows, j).to(self.dtype)  # a draft's dtype may differ
+        q = self.probabilities(logits, rows, depths=[j] * len(rows))
+        q = q.to(self.dtype)  # a draft's dtype may differ
         picked = self.draft_rng(j, rows).pick(q)
         if self.masks is not None:
             self.masks.push(rows, picked.tolist())
@@ -315,24 +318,24 @@ class Round:
             return verify(p, q, drafted, rng)
         return self.ops.verify_block(verify_block, p, q, drafted, rng)
 
-    def probabilities(self, logits: Tensor, rows: Sequence[int], depth: int = 0) -> Tensor:
+    def probabilities(self, logits: Tensor, owners: Sequence[int], depths: Sequence[int]) -> Tensor:
         """The distributions to draw from: logits [R, ≥ V] -> float[R, V].
 
-        rows: the request of each row. depth: the number of drafts before a request's first row;
-        each later row has one more. Grammar masks overwrite the logits.
+        Row i belongs to request owners[i], after depths[i] of its drafts. Grammar masks overwrite
+        the logits.
         """
         settings: dict[str, Setting] = {}
         for name, neutral in SETTINGS.items():
             values = self.setting(name)
             if len(set(values)) > 1:
                 numbers = [neutral if value is None else value for value in values]
-                by_row = [numbers[row] for row in rows]
+                by_row = [numbers[b] for b in owners]
                 settings[name] = send(by_row, self.device, torch.float64)
             elif values[0] is not None:  # one number for all requests
                 settings[name] = values[0]
         logits = logits[:, : self.vocab_size]  # columns beyond the vocabulary are padding
         if self.masks is not None:
-            logits = self.masks.apply(logits, rows, depth)
+            logits = self.masks.apply(logits, owners, depths)
         return self.ops.probabilities(logits, self.masks is not None, **settings)
 
 
@@ -360,11 +363,11 @@ def main() -> None:
 
     distribution = enumerate_distribution(run)
     wanted = sequential_distribution(target, (1,), 3, (0,), lambda logits: logits.softmax(-1))
-    print("text, its probability by speculation, and by the target alone")
-    for text, mass in wanted.items():
-        print(f"{str(text):10} {distribution[text]:.15f}  {mass:.15f}")
+    print("output, its probability by speculation, and by the target without drafts")
+    for output, mass in wanted.items():
+        print(f"{str(output):10} {distribution[output]:.15f}  {mass:.15f}")
     error = distance(distribution, wanted)
-    print(f"{len(wanted)} texts: the probabilities differ by at most {error:.1e}")
+    print(f"{len(wanted)} outputs: the probabilities differ by at most {error:.1e}")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from batcher import RETRY_AFTER, Batcher
 from drafters import NgramDrafter
 from errors import UserError
 from generate import Engine
-from kvcache import KVCache
 from loading import Model, load_draft
 from paged import PagedCache
 from request import OutputStream, Request, Settings
@@ -178,33 +177,6 @@ def test_slots_are_taken_at_once_first_come_first_served():
     assert all(r.arrived <= r.started for r in requests)
 
 
-def test_a_client_of_many_texts_does_not_keep_others_waiting_for_all_of_them():
-    """Nor is it kept waiting by many clients of one text each."""
-    runner = ModelRunner(LLAMA, KVCache(LLAMA.kv_spec(), 300, 2), Drawing(V))
-    batcher = Batcher(runner, 2)
-    order = []
-
-    def add(name: str, n: int) -> None:
-        for i in range(n):
-            request = Request([1], Settings(seed=0, max_tokens=1))
-            request.name = f"{name}{i}"
-            batcher.add(request, i)
-
-    def step(times: int) -> None:
-        for _ in range(times):
-            order.extend(request.name for request in batcher.step())
-
-    add("a", 6)
-    step(1)  # a0, a1: the turn of a1 is on
-    add("b", 3)
-    add("c", 1)
-    step(2)
-    for name in "defghijk":  # each turn has room for two
-        add(name, 1)
-        step(1)
-    assert " ".join(order) == "a0 a1 b0 c0 a2 b1 a3 b2 d0 a4 e0 a5 f0 g0 h0 i0 j0 k0"
-
-
 def test_youngest_is_preempted_and_goes_on_before_those_who_wait():
     batcher = make_batcher(blocks=8, max_batch=2, sharing=False)
     requests = [make_request(10, 14, i) for i in range(3)]
@@ -274,7 +246,8 @@ def test_a_text_of_an_earlier_turn_is_tried_at_once():
     batcher = make_batcher(blocks=20)
     large = make_request(70, 2, 2)
     batcher.add(make_request(20, 60, 1))
-    batcher.add(large, num_before=1)
+    large.turn = 1.0
+    batcher.add(large)
     batcher.step()
     small = make_request(4, 2, 3)
     batcher.add(small)

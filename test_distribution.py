@@ -39,6 +39,7 @@ from testing.toys import (
     grammars,
     new_tokens,
     play,
+    several_tokens,
     toy_runner,
 )
 
@@ -55,8 +56,6 @@ WAYS = [  # the kinds of rows side by side, and how they are made
         for where in ("contiguous", "paged")
         for by_token in (False, True)
     ),
-    (PLAIN, dict(where="nothing", multi_step=2)),
-    (PLAIN, dict(where="nothing", multi_step=3)),
 ]
 RULED_WAYS = [
     (RULED, dict(where="own")),
@@ -79,6 +78,12 @@ def check(kinds: list[Kind], target=TARGET, **how) -> None:
 @pytest.mark.parametrize("kinds, how", WAYS, ids=range(len(WAYS)))
 def test_outputs_follow_the_targets_distribution(kinds, how):
     check(kinds, **how)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_outputs_of_several_tokens_a_step_follow_it(n):
+    with several_tokens(TARGET, n):
+        check(PLAIN, where="nothing")
 
 
 def test_coupled_outputs_follow_it():
@@ -257,10 +262,10 @@ BY_TOKEN = {
         "p[rows, accepted]",
         "p[rows, accepted - 1 * (q[rows, accepted].sum(-1) == 0)]",
     ),
-    "the last draft that stands, as in a block": (
+    "the last draft that passes, as in a block": (
         verify,
-        "count_leading(stands)",
-        "count_to_last(stands)",
+        "count_leading(passed)",
+        "count_to_last(passed)",
     ),
 }
 AS_BLOCK = {
@@ -292,8 +297,8 @@ AS_BLOCK = {
     ),
     "up to the first that does not stand": (
         verify_block,
-        "count_to_last(stands)",
-        "count_leading(stands)",
+        "count_to_last(passed)",
+        "count_leading(passed)",
     ),
 }
 STEPS = {
@@ -301,7 +306,7 @@ STEPS = {
     "a rejected draft stays": (Cache.commit, "len(tokens) - 1)", "len(tokens))"),
     "only the draft is filtered (vllm-project/vllm#10198)": (
         ModelRunner._probabilities,
-        "round.probabilities(logits[: len(owners)], owners)",
+        "round.probabilities(logits[: len(owners)], owners, depths)",
         "logits[: len(owners)].softmax(-1)",
     ),
     "greedy unless a temperature is set (NVIDIA/TensorRT-LLM#19390)": (
@@ -311,18 +316,19 @@ STEPS = {
     ),
 }
 APPLIED = "return forbid(logits, masked, self.bits[masks])"
-MASKED = "logits = self.masks.apply(logits, rows, depth)"
+MASKED = "logits = self.masks.apply(logits, owners, depths)"
 MASKS = {
-    "the mask of the wrong row": (Masks.apply, "seen[b] += 1", "pass"),
+    "the mask of the wrong row": (Masks.apply, "self.first_rows[b] + depth", "self.first_rows[b]"),
     "the bonus is not masked": (
         Masks._fill,
-        "for b in texts:",
-        "for b in texts if depth in (0, *range(len(self.bits) // len(self.states) - 1)) else ():",
+        "for b in requests:",
+        "for b in requests if depth in (0, *range(len(self.bits) // len(self.states) - 1))"
+        " else ():",
     ),
     "only drafts are masked": (
         Masks.apply,
         APPLIED,
-        f"{APPLIED} if len({{*texts}}) == len(texts) else logits",
+        f"{APPLIED} if len({{*owners}}) == len(owners) else logits",
     ),
     "drafts are not taken back (vllm-project/vllm#30916)": (
         GrammarState.settle,
@@ -336,8 +342,8 @@ MASKS = {
     ),
     "the end of an output is taken back, too": (
         GrammarState.push,
-        "self.is_lost = True",
-        "self.is_lost = True; self.num_drafts += is_end",
+        "self.drafts_ended = True",
+        "self.drafts_ended = True; self.num_drafts += not is_token",
     ),
     "filters before the mask": (
         Round.probabilities,

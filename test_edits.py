@@ -4,7 +4,7 @@ import ast
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -18,6 +18,22 @@ from testing.programs import program
 COMMAND = "run `python -m cpu.accept` when `pytest cpu gpu` passes: edits.json is old"
 DRAFT = "--draft tiny-draft --gamma 3 --max-tokens 60"
 EAGLE = "--draft tiny-eagle --gamma 3"
+# Imports what takes long, then forks a generate.py for each line of flags. It writes no bytecode:
+# none may be that of an edit.
+FORKED = """
+import json, os, runpy, sys
+import torch, safetensors.torch, tokenizers
+sys.dont_write_bytecode = True
+for line in sys.stdin:
+    out, err, *flags = json.loads(line)
+    if child := os.fork():
+        print(os.waitpid(child, 0)[1], flush=True)
+        continue
+    for stream, name in ((1, out), (2, err)):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
+    sys.argv = ["generate.py", *flags]
+    runpy.run_path("generate.py", run_name="__main__")
+"""
 EDITS = (  # page, function, a text of it, what takes its place, flags of generate.py
     ("model.py", "Llama.decoder_layer", "mlp_out = self.group", "mlp_out = 0 * self.group", ""),
     ("model.py", "Llama.forward", "x = self.embedding(tokens)", "x = -self.embedding(tokens)", ""),
@@ -55,27 +71,38 @@ EDITS = (  # page, function, a text of it, what takes its place, flags of genera
 )
 
 
+class Copy:
+    """A copy of the project, and what its generate.py prints."""
+
+    def __init__(self, folder: Path):
+        copy_project(folder)
+        self.folder = folder
+        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        command = [sys.executable, "-c", FORKED]
+        self.process = subprocess.Popen(command, cwd=folder, text=True, **pipes)
+        self.unedited = cache(self.generated)
+
+    def generated(self, flags: str) -> tuple[str, str]:
+        """The result, without its times, and the notes."""
+        asked = "--json --seed 1 --temperature 1 --verify block --max-tokens 12".split()
+        if "--draft" not in flags:
+            asked = [word for word in asked if word not in ("--verify", "block")]
+        out, err = (self.folder.with_name(name) for name in ("out", "err"))
+        line = [str(out), str(err), *asked, *flags.split(), "Once upon a time"]
+        print(json.dumps(line), file=self.process.stdin, flush=True)
+        status = self.process.stdout.readline()
+        said = err.read_text()
+        if int(status):
+            return said.splitlines()[-1], said
+        result = json.loads(out.read_text())
+        return repr((result["tokens"], result["stats"]["acceptance"])), said
+
+
 @pytest.fixture(scope="module")
-def copy(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("edits") / "copy"
-    copy_project(folder)
-    return folder
-
-
-def generated(folder: Path, flags: str) -> tuple[str, str]:
-    """What generate.py prints there: the result, without its times, and the notes."""
-    asked = "--json --seed 1 --temperature 1 --verify block --max-tokens 12".split()
-    if "--draft" not in flags:
-        asked = [word for word in asked if word not in ("--verify", "block")]
-    command = [sys.executable, "generate.py", *asked, *flags.split(), "Once upon a time"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    if done.returncode:
-        return done.stderr.splitlines()[-1], done.stderr
-    result = json.loads(done.stdout)
-    return repr((result["tokens"], result["stats"]["acceptance"])), done.stderr
-
-
-unedited = cache(generated)
+def copy(tmp_path_factory) -> Iterator[Copy]:
+    made = Copy(tmp_path_factory.mktemp("edits") / "copy")
+    yield made
+    made.process.communicate()
 
 
 def in_definition(page: Path, name: str, change: Callable[[str], str]) -> str:
@@ -146,13 +173,13 @@ def test_operations_are_put_back_where_they_are_overridden(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("page, name, old, new, flags", EDITS, ids=[edit[1] for edit in EDITS])
 def test_an_edit_changes_what_runs(page, name, old, new, flags, copy):
-    before, notes = unedited(copy, flags)
+    before, notes = copy.unedited(flags)
     assert "changed" not in notes
-    file = copy / page
+    file = copy.folder / page
     text = file.read_text(encoding="utf-8")
     try:
         file.write_text(in_definition(file, name, lambda body: body.replace(old, new)))
-        after, notes = generated(copy, flags)
+        after, notes = copy.generated(flags)
     finally:
         file.write_text(text, encoding="utf-8")
     assert after != before

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._pytree import tree_map_only
 
-import kernels
+import devices
 import sampling
 from conftest import examples
 from flash import Flash, triton
@@ -99,17 +99,6 @@ def test_attention_equals_the_loops(n, past, G, R, D, dtype, stored, size, seed)
     if size > 1:  # the rounding of a large score is a large part of its exponential
         tolerance = min(100 * tolerance, 0.3)
     torch.testing.assert_close(out.double(), wanted, atol=tolerance, rtol=tolerance)
-
-
-def test_attention_longer_than_a_tile():
-    for (n, m), dtype in product([(1, 300), (2, 300), (70, 300), (257, 257)], TOLERANCE):
-        torch.manual_seed(n)
-        q, k, v = random_qkv(n, m, 2, 3, 8, dtype, True)
-        wide = attention(q.double(), k.double(), v.double())
-        assert_close(attention(q, k, v), wide, dtype)
-        for i in {0, n // 2, n - 1}:  # query i is the last of its own past
-            past = m - n + i + 1
-            assert_close(wide[i : i + 1], slow(q[i : i + 1], k[:past], v[:past]), torch.float64)
 
 
 def test_causal_mask_is_aligned_bottom_right():
@@ -250,10 +239,11 @@ class Contract:
     examples = 15
     slow = False
     refuses = True  # logits that are NaN
+    attention = ATTENTION
 
     @pytest.fixture(autouse=True)
     def short_tiles(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("kernels.DEQUANTIZED_TILE", 1024)
+        monkeypatch.setattr("quant.DEQUANTIZED", 1024)
 
     def on(self, x: Any) -> Any:
         """x, or the tensors in it, on the device."""
@@ -407,7 +397,7 @@ class Contract:
         """
 
         @self.check(
-            ATTENTION,
+            self.attention,
             TEXTS,
             st.integers(1, 3),
             st.integers(1, 4),
@@ -700,7 +690,7 @@ class Contract:
                 wanted.append(features_of(exact[model].args[0], text)[len(text) - n :])
             compared.append((features.values, torch.cat(wanted)))
         for seq, text in zip(sum(seqs, []), sum(texts, [])):
-            cache.commit(seq, [*text, 0], 1)
+            cache.commit(seq, [*text, 0])
         for llama, reference, (text, *_) in zip(models, exact, texts):  # and without the cache
             logits = llama(self.on(torch.tensor(text)), logits_indices=slice(-2, None))
             compared.append((logits, reference(text)[-2:]))
@@ -825,5 +815,5 @@ def test_flash_compiles_for_a_gpu_that_is_not_there(monkeypatch):
 
 def test_memory_where_there_is_no_proc(monkeypatch):
     """On macOS: a share of it must be a size, not a share of the largest number."""
-    monkeypatch.setattr(kernels, "Path", lambda name: Path("/no/such/file"))
-    assert 1e8 < kernels.free_memory(torch.device("cpu")) < 1e14
+    monkeypatch.setattr(devices, "Path", lambda name: Path("/no/such/file"))
+    assert 1e8 < devices.free_memory(torch.device("cpu")) < 1e14

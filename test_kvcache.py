@@ -51,17 +51,6 @@ def test_metadata_says_where_each_token_belongs():
     ]
 
 
-def test_metadata_is_refilled_in_place_and_padded():
-    metadata = AttentionMetadata([SequenceSlice([7], 0, 2)], 4, shape=(4, 3, 2))
-    buffer = metadata.buffer
-    metadata.fill([SequenceSlice([2, 6], 3, 6)])
-    assert metadata.buffer is buffer
-    assert metadata.positions.tolist() == [3, 4, 5, 0]
-    assert metadata.slot_mapping.tolist() == [11, 24, 25, -1]
-    assert metadata.cu_seqlens.tolist() == [0, 3, 3, 3] and metadata.seq_lens.tolist() == [6, 0, 0]
-    assert metadata.block_tables.tolist() == [[2, 6], [0, 0], [0, 0]]
-
-
 # ---- Every operation beside the same on Python lists
 
 
@@ -224,10 +213,10 @@ def test_commit_keeps_the_text_without_its_last_token():
     cache = KVCache(KVSpec(1, 1, 2), 9)
     seq, _ = cache.open(())
     cache.extend([(seq, [5, 6, 0, 0, 0])])
-    cache.commit(seq, [5, 6, 7, 8], 2)  # of three drafts one is accepted; 8 is the correction
+    cache.commit(seq, [5, 6, 7, 8])  # of three drafts one is accepted; 8 is the correction
     assert cache.sequence(seq).tokens == [5, 6, 7]
     cache.extend([(seq, [8])])
-    cache.commit(seq, [5, 6, 7, 8, 9], 1)
+    cache.commit(seq, [5, 6, 7, 8, 9])
     assert cache.sequence(seq).tokens == [5, 6, 7, 8]
 
 
@@ -396,7 +385,7 @@ def test_quantized_logits_do_not_depend_on_cuts_layouts_or_truncated_tokens(bits
     for _ in range(2):  # in the paged cache; the second finds the blocks of the first
         seq, num_cached = cache.open(tokens)
         logits = llama(text[num_cached:], cache.extend([(seq, tokens[num_cached:])]))
-        cache.commit(seq, [*tokens, 0], 1)
+        cache.commit(seq, [*tokens, 0])
         cache.free(seq)
     assert num_cached == 32
     torch.testing.assert_close(logits, expected[32:], atol=1e-9, rtol=1e-9)

@@ -28,12 +28,6 @@ MORE = {  # a bug and its issue -> the function, a piece of it, what is planted 
         "start = 0 if request.num_preemptions else self.cache.length(request.seq)",
         museum.texts_alone_and_together,
     ),
-    "a chunk reads slots that are not written yet (GeeeekExplorer/nano-vllm#212)": (
-        AttentionMetadata.slots.func,
-        "slots[b, : sequence.seq_len]",
-        "slots[b]",
-        museum.texts_alone_and_together,
-    ),
     "a block's key leaves out its last token (kekzl/imp#1301)": (
         PagedCache._block_key,
         "(i + 1) * S + self.lookahead",

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import runner as runner_page
+from devices import live_graphs
 from drafters import ModelDrafter, NgramDrafter, SelfDrafter
 from errors import UserError
 from gamma import MEASURED, PLAIN, TRIAL
 from generate import Engine
-from kernels import Ops, live_graphs
+from kernels import Ops
 from kvcache import KVCache, KVSpec
 from loading import Model, load_draft
 from paged import PagedCache
@@ -26,7 +27,7 @@ from runner import ModelRunner, ScheduledRequest
 from settings import Options
 from speculative import Drawing
 from testing.models import add_noise
-from testing.toys import COPY, TARGET, Kind, new_tokens, play, toy_runner
+from testing.toys import COPY, TARGET, Kind, new_tokens, play, several_tokens, toy_runner
 
 
 class Scripted(Toy):
@@ -351,7 +352,7 @@ def test_logprobs_are_those_of_a_plain_pass(pair, coupled):
 
 def test_logprobs_beside_a_grammar_are_those_of_the_model(pair):
     """Not those of the logits that are masked."""
-    pytest.importorskip("llguidance", reason="requirements-extra.txt is not installed")
+    pytest.importorskip("llguidance", reason="the extra 'server' is not installed")
     requests = []
     for gamma in (0, 3):
         requests.append(pair_request(pair, PROMPTS[0], logprobs=2, gamma=gamma, regex="[ab]*"))
@@ -392,7 +393,7 @@ def test_a_step_that_is_interrupted_leaves_nothing(pair, where, fails, kv, budge
     with pytest.raises(KeyboardInterrupt):
         while True:
             runner.step([runner.schedule(request)])
-    assert request.seq == -1 and not runner.cache._sequences
+    assert request.seq is None and not runner.cache._sequences
     assert not runner.drafter.cache._sequences
     again = pair_request(pair, PROMPTS[2], max_tokens=20)
     play(runner, [again])
@@ -452,7 +453,7 @@ def test_nan_of_a_draft_is_told_and_nothing_is_accepted(coupled):
     with pytest.raises(UserError, match="^the draft's logits are not finite"):
         runner.step([runner.schedule(request)])
     assert request.tokens == [1] and not request.rounds
-    assert request.seq < 0 and not runner.drafter.seqs  # it was closed
+    assert request.seq is None and not runner.drafter.seqs  # it was closed
 
 
 def test_a_drafter_catches_up_by_no_more_than_a_budget():
@@ -461,7 +462,7 @@ def test_a_drafter_catches_up_by_no_more_than_a_budget():
     prompt = [*range(10)] * 5
     seq, _ = cache.open(prompt)
     cache.extend([(seq, prompt)])
-    cache.commit(seq, [*prompt, 0], 1)
+    cache.commit(seq, [*prompt, 0])
     cache.free(seq)
     runner = scripted_runner([0] * 100, [0] * 100, budget=8)
     runner.cache = cache
@@ -481,8 +482,9 @@ def test_multi_step_text_is_the_plain_text(pair):
     texts = []
     for multi_step in (1, 4):
         requests = [pair_request(pair, p, gamma=0, seed=i) for i, p in enumerate(PROMPTS)]
-        runner = ModelRunner(model.llama, cache, Drawing(259), multi_step=multi_step)
-        play(runner, requests)
+        runner = ModelRunner(model.llama, cache, Drawing(259))
+        with several_tokens(model.llama, multi_step):
+            play(runner, requests)
         texts.append([request.tokens for request in requests])
         for request in requests:
             runner.close(request)
@@ -490,10 +492,9 @@ def test_multi_step_text_is_the_plain_text(pair):
         assert most == (12 if multi_step == 1 else 1 + 2 + 3)  # the prompt; 4 at once; the rest
     assert texts[0] == texts[1]
     asks = pair_request(pair, PROMPTS[0], gamma=0, logprobs=2)
-    runner = ModelRunner(
-        model.llama, KVCache(model.llama.kv_spec(), 64, 1), Drawing(259), multi_step=4
-    )
-    play(runner, [asks])
+    runner = ModelRunner(model.llama, KVCache(model.llama.kv_spec(), 64, 1), Drawing(259))
+    with several_tokens(model.llama, 4):
+        play(runner, [asks])
     check_logprobs(model, asks)
 
 
@@ -523,9 +524,10 @@ def test_many_texts_of_a_large_vocabulary_make_several_tokens_in_one_look(monkey
     monkeypatch.setattr(Ops, "probabilities", lambda self, logits, *_, **settings: logits.exp())
     n = 72
     cache = KVCache(KVSpec(1, 1, 1, dtype=torch.float64), 8, n)
-    runner = ModelRunner(Large(TRUTH), cache, Drawing(128_000, make_rng=Greedy), multi_step=4)
+    runner = ModelRunner(Large(TRUTH), cache, Drawing(128_000, make_rng=Greedy))
     requests = [Request(TRUTH[:2], Settings(max_tokens=5, seed=i)) for i in range(n)]
-    play(runner, requests)
+    with several_tokens(runner.target, 4):
+        play(runner, requests)
     assert all(request.tokens == TRUTH[:7] for request in requests)
     looks = {tuple(stats.num_accepted + 1 for stats in request.rounds) for request in requests}
     assert looks == {(1, 4)}

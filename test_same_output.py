@@ -9,9 +9,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
+from automaton import Grammars
 from batcher import Batcher
 from conftest import examples
-from grammar import Grammars
 from kvcache import Cache, KVCache
 from model import Llama
 from paged import PagedCache
@@ -21,7 +21,7 @@ from runner import ModelRunner, ScheduledRequest
 from settings import Settings
 from speculative import Drawing
 from testing.folders import write_tokenizer
-from testing.toys import new_tokens
+from testing.toys import new_tokens, several_tokens
 from testing.worlds import (
     LLAMA,
     RULES,
@@ -114,7 +114,7 @@ def make_batcher(w: dict, longest: int, grammars: Grammars | None) -> Batcher:
 
     cache = make_cache(LLAMA)
     drafter = drafter_of(w["drafter"], cache, make_cache)
-    options = dict(budget=w["budget"], multi_step=w["multi_step"], grammars=grammars)
+    options = dict(budget=w["budget"], grammars=grammars)
     runner = ModelRunner(LLAMA, cache, Drawing(V, w["coupled"]), drafter=drafter, **options)
     step_of = runner.step
 
@@ -178,7 +178,8 @@ def test_a_requests_output_is_the_same_whatever_runs_beside_it(ruled, byte_gramm
     asked = make_requests(w["texts"], ruled)
     longest = max(len(request.tokens) + request.num_remaining for request, _ in asked)
     batcher = make_batcher(w, longest, grammars)
-    cancelled = serve(batcher, asked)
+    with several_tokens(LLAMA, w["multi_step"]):
+        cancelled = serve(batcher, asked)
     for request, _ in asked:
         is_plain = w["coupled"] or request.settings.temperature == 0  # as without a draft
         drafter_alone = "none" if is_plain else w["drafter"]

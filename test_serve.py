@@ -111,6 +111,36 @@ def test_texts_are_those_made_alone(draft):
     run(scenario, capacity=10, draft=draft)
 
 
+def test_a_client_of_many_texts_does_not_keep_others_waiting_for_all_of_them():
+    """Nor is it kept waiting by many clients of one text each."""
+    order = []
+
+    def note(new_tokens: dict, results: dict) -> None:
+        order.extend(names[request] for request in new_tokens)
+
+    names = {}
+    engine = Engine(tiny(), None, Options(max_len=50, max_batch=2), tokens=100)
+    server = BatchServer(engine, 100, note)
+    server._post = lambda function, *arguments: function(*arguments)  # to no event loop
+
+    def add(name: str, n: int) -> None:
+        answer = make_answer(*[PROMPTS[0]] * n, max_tokens=1)
+        names.update((stream.request, f"{name}{i}") for i, stream in enumerate(answer.streams))
+        server.submit(answer)
+        server._obey()
+
+    add("a", 6)
+    server._step()  # a0, a1: the turn of a1 has come
+    add("b", 3)
+    add("c", 1)
+    server._step()
+    server._step()
+    for name in "defghijk":  # each turn has room for two
+        add(name, 1)
+        server._step()
+    assert " ".join(order) == "a0 a1 b0 c0 a2 b1 a3 b2 d0 a4 e0 a5 f0 g0 h0 i0 j0 k0"
+
+
 def test_logprobs_end_with_the_token_that_completes_a_stop_string():
     """Though the round has made more tokens: the draft is the target, so all drafts stand."""
     whole = generate(PROMPTS[0], tiny(), temperature=0, max_tokens=12, max_len=200)

@@ -17,6 +17,11 @@ Invariants:
     space beside some added tokens, or characters that their pattern does not match.)
   - The pieces of an `IncrementalDecoder`, with what `finish` returns, join to the decoded text.
 
+Beside these ordinary tokens, a vocabulary has *added* tokens, which are found in the text before it
+is cut into pieces. The *control* tokens among them (begin- and end-of-text, the marks of a chat)
+are kept apart, in `specials`: they have a meaning for the model, so a user must not be able to
+write them.
+
 checkpoint/vocabulary.py reads the files; chat templates are in checkpoint/chat.py.
 Not covered: `clean_up_tokenization_spaces`.
 """
@@ -71,8 +76,8 @@ class IncrementalDecoder:
 
 class Tokenizer:
     """Text to tokens and back. specials: the control tokens, text -> id. eos_token_id: the id of
-    the token that tokenizer_config.json names, or None. chat_template, tool_template: the
-    templates' sources, or None; the latter is for conversations with tools."""
+    the token that tokenizer_config.json names, or None. chat_template, tool_template: the sources
+    of the templates for conversations without and with tools, or None."""
 
     def __init__(
         self,
@@ -81,12 +86,12 @@ class Tokenizer:
         tool_template: str | None = None,
     ) -> None:
         self._vocabulary = vocabulary
-        self.specials = vocabulary.special
         self.vocab_size = max(vocabulary.tokens) + 1
+        self.specials = vocabulary.special
         self._special_ids = set(self.specials.values())
-        self._finder = Finder(vocabulary.added, vocabulary.swallows)
-        self.whole = self.specials | vocabulary.added  # tokens found as a whole, not by merging
-        self.eos_token_id = self.whole.get(vocabulary.named.get("eos_token"))
+        self.not_merged = self.specials | vocabulary.added  # text -> id
+        self._finder = Finder(vocabulary.added, vocabulary.swallows)  # finds them in a user's text
+        self.eos_token_id = self.not_merged.get(vocabulary.named.get("eos_token"))
         self.missing_bytes = vocabulary.missing_bytes
         self.chat_template = template
         self.tool_template = tool_template or template
@@ -112,11 +117,11 @@ class Tokenizer:
         return cls(load_vocabulary(path, config), *templates)
 
     def of_model(self, num_rows: int) -> "Tokenizer":
-        """This tokenizer for a model whose embedding has this many rows. Tokens that were added in
-        training but have no row (<pad>) are left out. UserError if an ordinary token has no row."""
+        """This tokenizer for a model whose embedding has this many rows. Added tokens without a row
+        (<pad>, say) are left out. UserError if an ordinary token has no row."""
         vocabulary = self._vocabulary
-        beside = {*vocabulary.special.values(), *vocabulary.added.values()}
-        last = max(vocabulary.tokens.keys() - beside)
+        ordinary = vocabulary.tokens.keys() - {*self.not_merged.values()}
+        last = max(ordinary)
         if last >= num_rows:
             raise UserError(
                 f"{vocabulary.file}: it has token {last}, {brief(vocabulary.tokens[last])}, and "
@@ -149,15 +154,16 @@ class Tokenizer:
         is_first: nothing comes before this text; some models then put a space before it. most:
         UserError, before the rest is read, if there are more tokens.
         """
-        # "Added" tokens are found before the text is cut into pieces. (Here they do not include
-        # control tokens.) The split keeps them: text, token, text, …
-        added = self.whole if special else self._vocabulary.added
-        finder = Finder(added, self._vocabulary.swallows) if special else self._finder
-        parts = finder.split(replace_surrogates(text))
-        return self._join([added.get(part, part) for part in parts], is_first, most)
+        ids = self._vocabulary.added
+        finder = self._finder
+        if special:
+            ids = self.not_merged
+            finder = Finder(ids, self._vocabulary.swallows)
+        parts = finder.split(replace_surrogates(text))  # text, added token, text, …
+        return self._join([ids.get(part, part) for part in parts], is_first, most)
 
     def _join(self, parts: list[str | int], is_first: bool, most: int | None) -> list[int]:
-        """The tokens of a list of parts: texts without added tokens, and tokens between them."""
+        """The tokens of texts and of the ids between them."""
         ids = []
         for n, part in enumerate(parts):
             if isinstance(part, int):
@@ -172,8 +178,8 @@ class Tokenizer:
         return ids
 
     def prompt(self, text: str, special: bool = False, most: int | None = None) -> list[int]:
-        """The tokens of a text to continue: begin-of-text, if the model has one and the text does
-        not spell it, and then the text's tokens. (For a chat, see `chat`.) most: as in `encode`."""
+        """The tokens of a text to continue: begin-of-text, if the model has one, and the text's
+        tokens. With `special` the text may spell begin-of-text itself. most: as in `encode`."""
         prefix = self._vocabulary.prefix
         ids = self.encode(text, special=special, most=most)
         return ids if special and ids[: len(prefix)] == prefix else prefix + ids

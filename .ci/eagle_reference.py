@@ -102,11 +102,11 @@ def compare(kind: str, flags: dict, folder: Path) -> float:
     )
     cache = KVCache(target.kv_spec(draft_layers=1), 40)
     seq, _ = cache.open(())
-    z = head.rows(head.combine(features), following[:n], cache.extend([(seq, text[:n])]))[-1:]
+    z = head(head.combine(features), following[:n], cache.extend([(seq, text[:n])]))[-1:]
     for step in range(STEPS):
         logits.append(head.draft_logits(z)[0])
         token = following[n + step, None]
-        z = head.rows(z, token, cache.extend([(seq, token)]))
+        z = head(z, token, cache.extend([(seq, token)]))
     difference = torch.stack(logits) - torch.stack([rows[n - 1] for rows in wanted[:STEPS]])
     return (difference.abs().max() / torch.stack(logits).abs().max()).item()
 

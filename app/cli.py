@@ -36,9 +36,9 @@ from checkpoint.chat import replace_surrogates
 from checkpoint.hub import find_model
 from checkpoint.load import open_checkpoint
 from checkpoint.weights import weight_bytes
+from devices import find_device
 from errors import UserError, brief
 from generate import Engine
-from kernels import find_device
 from loading import Draft, Model, check_draft, load_draft
 from model import Llama
 from request import OutputStream, Request, Result, Settings, Speculation

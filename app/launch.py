@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 
 from app.shell import Terminated, interruption, status
+from devices import live_graphs
 from errors import UserError, brief
-from kernels import live_graphs
 from parallel import num_processes
 
 PROGRAM = Path(__file__).parent.parent / "generate.py"

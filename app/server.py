@@ -55,9 +55,9 @@ from app.metrics import Metrics
 from app.openai import Asked, Offer, Reply, model_card, read_request
 from app.shell import SIGNALS, handled, say, status
 from app.state import TextNumbers, snapshot
+from devices import find_device
 from errors import UserError, brief
 from generate import Engine
-from kernels import find_device
 from loading import Model
 from request import Result, Settings
 from serve import Answer, BatchServer, QueueFull, Unavailable, reply

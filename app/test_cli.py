@@ -358,7 +358,7 @@ def test_fields_of_a_line_override_flags(instruct, capsys, tmp_path):
 def test_a_grammar_comes_from_a_file_from_standard_input_or_as_it_stands(
     base, capsys, tmp_path, monkeypatch
 ):
-    pytest.importorskip("llguidance", reason="requirements-extra.txt is not installed")
+    pytest.importorskip("llguidance", reason="the extra 'server' is not installed")
     schema = '{"enum": ["yes", "no"]}'
     (tmp_path / "schema").write_text(schema)
     (tmp_path / "lark").write_text('\ufeffstart: "yes" | "no"')  # with a byte order mark

@@ -27,18 +27,17 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("app.server", reason="requirements-extra.txt is not installed")
+pytest.importorskip("app.server", reason="the extra 'server' is not installed")
 import grammar as grammar_page
 from app import asgi, openai, server
-from app import fields as fields_page
 from app import metrics as metrics_page
 from app.asgi import HttpError
 from app.fields import MAX_BRACKETS, ChatBody
 from app.metrics import Metrics
 from app.openai import Offer
+from automaton import Grammars
 from errors import UserError
 from generate import Engine, generate
-from grammar import Grammars
 from loading import Model
 from request import OutputStream, Request, Result, RoundStats, Settings
 from serve import Answer, BatchServer, Unavailable
@@ -59,7 +58,7 @@ from testing.http import (
     tiny,
 )
 from testing.pages import ROOT
-from testing.programs import heard, told
+from testing.programs import check_refusals, heard, told
 
 GREEDY = dict(prompt=PROMPT, temperature=0, max_tokens=8)
 
@@ -74,14 +73,10 @@ def alone(prompt: str = PROMPT, **settings):
 
 
 def test_the_fields_of_settings_make_the_texts_of_generate():
+    """test_fields.py has more, at random."""
     asked = [
-        (dict(), dict()),
         (dict(temperature=0.9, top_p=0.8, seed=3), dict(temperature=0.9, top_p=0.8, seed=3)),
-        (dict(temperature=1, top_k=5, min_p=0.1, seed=4), dict(temperature=1, top_k=5, min_p=0.1)),
-        (dict(temperature=1, top_k=-1, seed=4), dict(temperature=1)),
-        (dict(stop=" a"), dict(stop=" a")),
         (dict(stop=["x", " there"]), dict(stop=["x", " there"])),
-        (dict(max_tokens=3), dict(max_tokens=3)),
         (dict(max_completion_tokens=2, max_tokens=7), dict(max_tokens=2)),
         (dict(stop=None, n=None, logprobs=None, seed=None, user="x", colour=None), dict()),
     ]
@@ -377,25 +372,6 @@ def test_an_answer_follows_its_schema():
             assert (status, error["param"]) == (400, name)
 
     run(scenario)
-
-
-def test_the_fields_keep_their_meaning():
-    """Each planted bug is seen by the test of its field."""
-    planted = [
-        (fields_page, "HARMLESS", {"ignore_eos"}, test_ends_of_text_can_be_ignored_and_added),
-        (
-            openai,
-            "read_settings",
-            lambda body, offer: Settings(temperature=0, seed=0, max_tokens=8),
-            test_the_fields_of_settings_make_the_texts_of_generate,
-        ),
-        (openai, "finite", abs, test_logprobs_are_those_of_the_command_line),
-    ]
-    for owner, name, wrong, test in planted:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(owner, name, wrong)
-            with pytest.raises(AssertionError):
-                test()
 
 
 # ---- Errors
@@ -1143,39 +1119,34 @@ def test_grace_is_limited_and_a_second_signal_ends_at_once():
 
 
 def test_mistakes_are_one_line(capsys):
-    flags = [
-        (["--port", "70000"], "--port is 70000"),
-        (["--max-queue", "0"], "--max-queue is 0"),
-        (["--gamma", "2"], "--gamma is about drafted tokens"),
-        (["--draft-bits", "4"], "--draft-bits is about drafted tokens"),
-        (["--grace", "-1"], "--grace is -1.0"),
-        (["--api-key", ""], "--api-key is empty"),
-        (["--host", ""], "--host is empty"),
-        (["--model-name", ""], "--model-name is empty"),
-        (["--target", ""], "--target is empty"),
-        (
-            ["--allow-origin", "http://localhost:3000/"],
-            "--allow-origin is 'http://localhost:3000/'",
-        ),
-        (["--allow-origin", "localhost:3000"], "--allow-origin is 'localhost:3000'"),
-        (["--allow-origin", "HTTP://a"], "--allow-origin is 'HTTP://a'"),
-        (["--allow-origin", "http://a:*"], "--allow-origin is 'http://a:*'"),
-        (["--allow-origin", "http://a:80"], "--allow-origin is 'http://a:80'"),
-        (["--allow-origin", "https://[::1]:443"], "--allow-origin is 'https://[::1]:443'"),
-        (["--tensor-parallel", "2"], "a server is one process"),
-        (["--api-key", "a\n"], "--api-key begins or ends with a space"),
-        (["--host", "\udcff"], "nothing can listen on"),
-        (["--host", "no.such.host.invalid"], "nothing can listen on no.such.host.invalid"),
-        (["--prompts", "x"], "unrecognized arguments"),
-        (["--target", "none"], "'none' is neither"),
-    ]
-    for arguments, says in flags:
-        try:
-            status = server.main(["--port", "0", *arguments])
-        except SystemExit as stop:
-            status = stop.code
-        out, err = capsys.readouterr()
-        assert status == 2 and says in err and err.count("\n") == 1 and not out, arguments
+    table = r"""
+        --port 70000 → --port is 70000
+        --max-queue 0 → --max-queue is 0
+        --gamma 2 → --gamma is about drafted tokens
+        --draft-bits 4 → --draft-bits is about drafted tokens
+        --grace -1 → --grace is -1.0
+        --api-key '' → --api-key is empty
+        --host '' → --host is empty
+        --model-name '' → --model-name is empty
+        --target '' → --target is empty
+        --allow-origin http://localhost:3000/ → --allow-origin is 'http://localhost:3000/'
+        --allow-origin localhost:3000 → --allow-origin is 'localhost:3000'
+        --allow-origin HTTP://a → --allow-origin is 'HTTP://a'
+        --allow-origin http://a:* → --allow-origin is 'http://a:*'
+        --allow-origin http://a:80 → --allow-origin is 'http://a:80'
+        --allow-origin https://[::1]:443 → --allow-origin is 'https://[::1]:443'
+        --tensor-parallel 2 → a server is one process
+        --api-key 'a{line}' → --api-key begins or ends with a space
+        --host {byte} → nothing can listen on
+        --host no.such.host.invalid → nothing can listen on no.such.host.invalid
+        --prompts x → unrecognized arguments
+        --target none → 'none' is neither
+    """
+
+    def main(flags: list[str]) -> int:
+        return server.main(["--port", "0", *flags])
+
+    check_refusals(main, table, capsys, line="\n", byte="\udcff")
 
 
 @pytest.mark.slow

@@ -79,7 +79,6 @@ def test_each_block_has_one_letter_in_every_step(model, lengths, memory):
 def test_a_batch_with_every_state_and_every_class(model):
     engine = Engine(model, None, Options(max_len=300, max_batch=3), tokens=16 * 30)
     engine.runner.budget = 20
-    engine.runner.multi_step = 1
     made = requests(model, [40, 40, 40, 100, 5], 30)
     made[2].sibling = made[0]
     for request in made:

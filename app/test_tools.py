@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("app.server", reason="requirements-extra.txt is not installed")
+pytest.importorskip("app.server", reason="the extra 'server' is not installed")
 import grammar
 from app.asgi import HttpError
 from app.conversation import read_conversation
@@ -249,7 +249,7 @@ TAKEN = [
 @pytest.mark.parametrize("form, column", [(TAGGED, 1), (BARE, 2)], ids=["tagged", "bare"])
 @pytest.mark.parametrize("kind", "MmPp")
 def test_a_grammar_takes_what_it_should(form, column, kind):
-    pytest.importorskip("llguidance", reason="requirements-extra.txt is not installed")
+    pytest.importorskip("llguidance", reason="the extra 'server' is not installed")
     model = Model.load("tiny", "cpu")
     how = dict(form=form, must_call=kind in "Mm", is_parallel=kind in "MP")
     lark = call_grammar(Tools(FUNCTIONS, **how))

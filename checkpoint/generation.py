@@ -74,7 +74,7 @@ class GenerationConfig:
         ends = {*self.eos_token_ids}
         others = {*config.eos_token_ids}
         if ends:
-            others &= {*tokenizer.whole.values()}
+            others &= {*tokenizer.not_merged.values()}
         return (ends | others | {tokenizer.eos_token_id}) - {None}
 
     @property

@@ -74,8 +74,8 @@ class HeaderReader:
         self.left = min(self.size, LARGEST_HEADER)  # bytes that may follow
         self.where = "header"  # what is read now, for errors
 
-    def error(self, problem: str, way_out: str = "fetch the file again") -> UserError:
-        return UserError(f"{self.file}: {brief(self.where)} {problem}: {way_out}")
+    def error(self, problem: str, remedy: str = "fetch the file again") -> UserError:
+        return UserError(f"{self.file}: {brief(self.where)} {problem}: {remedy}")
 
     def check(self, holds: bool, problem: str) -> None:
         """UserError unless this holds."""

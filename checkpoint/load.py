@@ -33,8 +33,9 @@ from checkpoint.gguf_model import GGUFCheckpoint, read_gguf_config
 from checkpoint.hub import find_model, is_gguf
 from checkpoint.progress import do_each
 from checkpoint.tensors import Checkpoint
+from devices import find_device, free_memory
 from errors import UserError
-from kernels import Ops, find_device, free_memory, ops_for
+from kernels import Ops, ops_for
 from parallel import num_processes
 from quant import Kind, Quantized, named_tensors, quantize
 

@@ -1,8 +1,9 @@
 """Folders of other programs, written here number by number from each layout's definition."""
 
 import json
-import math
 import random
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from conftest import examples
 from errors import UserError
 from model import Llama
 from quant import NF4_CODE, nf4
-from testing.folders import write_tokenizer
+from testing.folders import change_tensors, write_tokenizer
 from testing.models import SMALL
 from testing.programs import told
 
@@ -47,9 +48,19 @@ Written = tuple[
 # ---- Writers, a number at a time
 
 
-def put(words: Tensor, at: tuple[int, int], number: int, bits: int, field: int) -> None:
-    """A number into a word; the lowest bits are field 0. Words are int64 until `signed`."""
-    words[at] |= (int(number) & (2**bits - 1)) << (bits * field)
+def packed(numbers: Sequence[Sequence[int]], bits: int, fields: str = "01234567") -> Tensor:
+    """[R][C] -> int64[R, C b/32]: in a word, field 0 in the lowest bits; fields: of its columns."""
+    per = 32 // bits
+    words = torch.zeros(len(numbers), -(-len(numbers[0]) // per), dtype=torch.int64)
+    for r, row in enumerate(numbers):
+        for c, number in enumerate(row):
+            words[r, c // per] |= (number & 2**bits - 1) << bits * int(fields[c % per])
+    return words
+
+
+def raised(numbers: list[list[int]], bits: int) -> list[list[int]]:
+    """Unsigned."""
+    return [[number + 2 ** (bits - 1) for number in row] for row in numbers]
 
 
 def signed(words: Tensor) -> Tensor:
@@ -88,23 +99,14 @@ def gptq(draws: random.Random, N: int, K: int, how: dict[str, Any], order: list[
     q, zero, scale, groups, w = draw(
         draws, bits, N, K, size, how["sym"], False, shuffled=order if how["desc_act"] else None
     )
-    per, M = 32 // bits, scale.shape[1]
-    qweight, qzeros = (
-        torch.zeros(-(-K // per), N, dtype=torch.int64),
-        torch.zeros(M, -(-N // per), dtype=torch.int64),
-    )
-    for n in range(N):
-        for k in range(K):
-            put(qweight, (k // per, n), q[n][k], bits, k % per)
-        for m in range(M):
-            put(qzeros, (m, n // per), zero[n][m], bits, n % per)
+    qzeros = packed([*zip(*zero)], bits)
     if "gptq_v2" not in (
         how.get("checkpoint_format"),
         how.get("format"),
     ):  # a zero of 0 borrows from the next
-        qzeros = (qzeros - sum(1 << bits * field for field in range(per))) % 2**32
+        qzeros = (qzeros - sum(1 << at for at in range(0, 32, bits))) % 2**32
     return dict(
-        qweight=signed(qweight),
+        qweight=signed(packed(q, bits).T.contiguous()),
         qzeros=signed(qzeros),
         scales=scale.T.contiguous(),
         g_idx=torch.tensor(groups, dtype=torch.int32),
@@ -112,28 +114,11 @@ def gptq(draws: random.Random, N: int, K: int, how: dict[str, Any], order: list[
 
 
 def awq(draws: random.Random, N: int, K: int, how: dict[str, Any], order: list[int]) -> Written:
-    q, zero, scale, _, w = draw(
-        draws,
-        4,
-        N,
-        K,
-        how["group_size"] if how["group_size"] > 0 else K,
-        not how["zero_point"],
-        False,
-    )
-    M = scale.shape[1]
-    qweight, qzeros = (
-        torch.zeros(K, -(-N // 8), dtype=torch.int64),
-        torch.zeros(M, -(-N // 8), dtype=torch.int64),
-    )
-    for word in range(-(-N // 8)):
-        for field, column in enumerate([0, 2, 4, 6, 1, 3, 5, 7]):
-            if (n := 8 * word + column) < N:
-                for k in range(K):
-                    put(qweight, (k, word), q[n][k], 4, field)
-                for m in range(M):
-                    put(qzeros, (m, word), zero[n][m], 4, field)
-    return dict(qweight=signed(qweight), qzeros=signed(qzeros), scales=scale.T.contiguous()), w
+    group = how["group_size"] if how["group_size"] > 0 else K
+    q, zero, scale, _, w = draw(draws, 4, N, K, group, not how["zero_point"], False)
+    fields = "04152637"  # of columns 0 to 7
+    qweight, qzeros = (signed(packed([*zip(*x)], 4, fields)) for x in (q, zero))
+    return dict(qweight=qweight, qzeros=qzeros, scales=scale.T.contiguous()), w
 
 
 def compressed(
@@ -157,18 +142,10 @@ def compressed(
     if how["format"] == "int-quantized":
         zeros = {} if sym else dict(weight_zero_point=torch.tensor(zero, dtype=torch.int8))
         return written | zeros | dict(weight=torch.tensor(q, dtype=torch.int8)), w
-    per, M = 32 // bits, scale.shape[1]
-    packed, zeros = (
-        torch.zeros(N, -(-K // per), dtype=torch.int64),
-        torch.zeros(-(-N // per), M, dtype=torch.int64),
-    )
-    for n in range(N):
-        for k in range(K):
-            put(packed, (n, k // per), q[n][k] + 2 ** (bits - 1), bits, k % per)
-        for m in range(M):
-            put(zeros, (n // per, m), zero[n][m] + 2 ** (bits - 1), bits, n % per)
-    written |= dict(weight_packed=signed(packed), weight_shape=torch.tensor([N, K]))
-    return written | ({} if sym else dict(weight_zero_point=signed(zeros))), w
+    weight = signed(packed(raised(q, bits), bits))
+    zeros = signed(packed([*zip(*raised(zero, bits))], bits).T.contiguous())
+    written |= dict(weight_packed=weight, weight_shape=torch.tensor([N, K]))
+    return written | ({} if sym else dict(weight_zero_point=zeros)), w
 
 
 def bnb(draws: random.Random, N: int, K: int, how: dict[str, Any], order: list[int]) -> Written:
@@ -288,43 +265,32 @@ def write(folder: Path, how: dict[str, Any], seed: int = 0, shape: dict[str, Any
 
 
 NESTED = settings_of("bitsandbytes", sym=True)
-HOW = (
-    st.builds(
-        settings_of,
-        st.sampled_from(["gptq", "awq", "bitsandbytes"]),
-        st.sampled_from([4, 8]),
-        st.sampled_from([-1, 8, 16, 24, 64]),
-        st.booleans(),
-        st.booleans(),
-    )
-    | st.builds(
-        settings_of,
-        st.just("gptq"),
-        st.sampled_from([4, 8]),
-        st.just(16),
-        st.booleans(),
-        st.booleans(),
-        checkpoint_format=st.sampled_from(["gptq", "gptq_v2"]),
-    )
-    | st.builds(
-        settings_of,
-        st.just("compressed-tensors"),
-        st.sampled_from([4, 8]),
-        st.sampled_from([-1, 6, 16, 64]),
-        st.booleans(),
-        st.booleans(),
-        format=st.sampled_from(["pack-quantized", "int-quantized"]),
-    )
-    | st.builds(
-        settings_of,
-        st.just("compressed-tensors"),
-        st.just(8),
-        st.just(-1),
-        st.just(True),
-        format=st.just("float-quantized"),
-        strategy=st.sampled_from(["channel", "tensor"]),
+KINDS = (  # methods, groups, what else
+    (["gptq", "awq", "bitsandbytes"], [-1, 8, 16, 24, 64], [{}]),
+    (["gptq"], [16], [dict(checkpoint_format=name) for name in ("gptq", "gptq_v2")]),
+    (
+        ["compressed-tensors"],
+        [-1, 6, 16, 64],
+        [dict(format=name) for name in ("pack-quantized", "int-quantized")],
+    ),
+)
+HOW = st.sampled_from(("channel", "tensor")).map(
+    lambda strategy: settings_of(
+        "compressed-tensors", 8, -1, True, format="float-quantized", strategy=strategy
     )
 )
+for kind in KINDS:
+    *first, more = map(st.sampled_from, kind)
+    HOW |= st.builds(
+        lambda method, group, bits, sym, ordered, more: settings_of(
+            method, bits, group, sym, ordered, **more
+        ),
+        *first,
+        st.sampled_from([4, 8]),
+        st.booleans(),
+        st.booleans(),
+        more,
+    )
 
 
 @examples(6)
@@ -354,46 +320,23 @@ def test_the_logits_are_those_of_the_stored_numbers(tmp_path_factory, how, shape
 
 
 @pytest.mark.parametrize(
-    "layout, inputs, strategy",
+    "layout, kind, strategy",
     [
-        ("int-quantized", IN8, "channel"),
-        ("float-quantized", IN8 | dict(type="float"), "channel"),
-        ("float-quantized", IN8 | dict(type="float"), "tensor"),
+        ("int-quantized", "int", "channel"),
+        ("float-quantized", "float", "channel"),
+        ("float-quantized", "float", "tensor"),
     ],
 )
 @torch.inference_mode()
-def test_inputs_of_8_bits(tmp_path, layout, inputs, strategy):
-    """x Wᵀ with each row of x rounded, too: near the plain model's, and not equal. INT8 has equal
-    steps; E4M3 has steps of a sixteenth of a number at most."""
-    torch.manual_seed(0)
-    how = settings_of(
-        "compressed-tensors", 8, -1, True, format=layout, inputs=inputs, strategy=strategy
-    )
-    plain = write(tmp_path, how)
+def test_inputs_of_8_bits(tmp_path, layout, kind, strategy):
+    """Inputs are rounded, too (test_kernels.py: how): near the plain model's, and not equal."""
+    asked = dict(format=layout, inputs=IN8 | dict(type=kind), strategy=strategy)
+    plain = write(tmp_path, settings_of("compressed-tensors", 8, -1, True, **asked))
     tokens = torch.arange(1, 30)
     llama, expected = Llama.load(tmp_path, "cpu", torch.float64), plain(tokens)
     assert 1e-5 < (llama(tokens) - expected).abs().max() / expected.abs().max() < 0.25
-    x, w = torch.randn(3, 40, dtype=torch.float64), llama.layers[0].gate_up
-    most = x.abs().amax(1, keepdim=True)
-    error = (
-        most / 127 / 2 * 1.02
-        if layout == "int-quantized"
-        else x.abs() / 16 + most / 448 / 2**10 * 1.02
-    )
-    loss = (llama.ops.linear(x, w) - x @ w.weight.dequantize(torch.float64).T).abs()
-    assert (
-        0 < loss.max()
-        and (
-            loss <= error.expand_as(x) @ w.weight.dequantize(torch.float64).abs().T * (1 + 1e-6)
-        ).all()
-    )
-    fast = Llama.load(tmp_path, "cpu")
-    torch.testing.assert_close(
-        fast.ops.linear(x.float(), fast.layers[0].gate_up).double(),
-        llama.ops.linear(x.float().double(), w),
-        rtol=1e-4,
-        atol=1e-4,
-    )
+    weights = [llama.layers[0].gate_up.weight, llama.layers[0].qkv.weight]
+    assert [(w.bits, w.input_bits) for w in weights] == [(8 if kind == "int" else "fp8", 8)] * 2
 
 
 def test_the_table_is_of_quantiles_of_the_normal_distribution():
@@ -413,27 +356,6 @@ def test_double_quantization_of_many_blocks():
 # ---- What old or odd folders have, and what no folder may have
 
 
-def change(folder: Path, names: str, new: Any) -> None:
-    """Tensors whose names end so: replaced by what `new` makes of them; dropped, if it is None."""
-    tensors = load_file(folder / "model.safetensors")
-    for name in [name for name in tensors if name.endswith(names)]:
-        tensor = tensors.pop(name)
-        if new:
-            tensors[name] = new(tensor)
-    save_file(tensors, folder / "model.safetensors")
-
-
-def add(folder: Path, suffix: str, beside: str, new: Any) -> None:
-    """Tensors beside those whose names end so."""
-    tensors = load_file(folder / "model.safetensors")
-    written = {
-        f"{name.rpartition('.')[0]}.{suffix}": new(tensor)
-        for name, tensor in tensors.items()
-        if name.endswith(beside)
-    }
-    save_file(tensors | written, folder / "model.safetensors")
-
-
 def configure(folder: Path, setting: str, new: str) -> None:
     """Put `new` in the place of a setting in config.json."""
     config = (folder / "config.json").read_text()
@@ -451,47 +373,44 @@ NOT_OURS = [
     "x_proj",
 ]
 NOT_OURS += ["re:.*lm_head", "re:visual.*", r"re:.*mlp\.gate$", "norm", "audio.self_attn"]
-ODD: list[tuple[Any, Any]] = [
-    (settings_of("gptq", 4, 16, format="gptq_v2"), lambda f: None),
-    (settings_of("gptq", 4, 16), lambda f: configure(f, '"sym": false, ', "")),
+CT = "compressed-tensors"
+ODD: list[tuple[Any, ...]] = [  # settings; what is changed: in config.json, or tensors
+    (settings_of("gptq", 4, 16, format="gptq_v2"),),
+    (settings_of("gptq", 4, 16), '"sym": false, ', ""),
+    (settings_of(CT, 4, 16, True), '"symmetric": true, ', ""),
+    (settings_of(CT, 4, 16, True, True), '"actorder": "group"', '"actorder": "dynamic"'),
+    (settings_of("gptq", 4, 16), "g_idx", "missing"),
+    (settings_of("gptq", 4, -1, ordered=True), "g_idx", "missing"),
+    (settings_of("gptq", 4, 10**30),),
+    (settings_of("gptq", 4, 16, True), "qzeros", "not lowered, 4"),
+    (settings_of("gptq", 8, 16, True), "qzeros", "not lowered, 8"),
+    (settings_of("awq", group=16, version="GEMM"),),
+    (settings_of("bitsandbytes", llm_int8_skip_modules=NOT_OURS),),
+    (settings_of("awq", group=16, modules_to_not_convert=NOT_OURS),),
     (
-        settings_of("compressed-tensors", 4, 16, True),
-        lambda f: configure(f, '"symmetric": true, ', ""),
-    ),
-    (
-        settings_of("compressed-tensors", 4, 16, True, True),
-        lambda f: configure(f, '"actorder": "group"', '"actorder": "dynamic"'),
-    ),
-    (settings_of("gptq", 4, 16), lambda f: change(f, "g_idx", None)),
-    (settings_of("gptq", 4, -1, ordered=True), lambda f: change(f, "g_idx", None)),
-    (
-        settings_of("gptq", 8, 16),
-        lambda f: add(f, "bias", "qweight", lambda t: torch.zeros(t.shape[1]).half()),
-    ),
-    (settings_of("gptq", 4, 10**30), lambda f: None),
-    (
-        settings_of("gptq", 4, 16, True),
-        lambda f: change(f, "qzeros", lambda t: t + 0x11111111),
-    ),  # not lowered
-    (settings_of("gptq", 8, 16, True), lambda f: change(f, "qzeros", lambda t: t + 0x01010101)),
-    (settings_of("awq", group=16, version="GEMM"), lambda f: None),
-    (settings_of("bitsandbytes", llm_int8_skip_modules=NOT_OURS), lambda f: None),
-    (settings_of("awq", group=16, modules_to_not_convert=NOT_OURS), lambda f: None),
-    (
-        settings_of("compressed-tensors", 8, -1, True, format="float-quantized", strategy="tensor"),
-        lambda f: change(f, "weight_scale", lambda t: t[0].clone()),
+        settings_of(CT, 8, -1, True, format="float-quantized", strategy="tensor"),
+        "weight_scale",
+        "a number",
     ),
 ]
 
 
 @torch.inference_mode()
 def test_old_and_odd_folders(tmp_path):
-    for how, harm in ODD:
+    for how, *changed in ODD:
         plain = write(tmp_path, how)
-        harm(tmp_path)
-        llama = Llama.load(tmp_path, "cpu", torch.float64)
-        tokens = torch.arange(9)
-        torch.testing.assert_close(llama(tokens), plain(tokens), rtol=1e-6, atol=1e-6)
+        match changed:
+            case setting, new if '"' in setting:
+                configure(tmp_path, setting, new)
+            case names, change:
+                change_tensors(tmp_path, names, change)
+        check_logits(tmp_path, plain)
+
+
+def check_logits(folder: Path, plain: Llama) -> None:
+    tokens = torch.arange(9)
+    logits = Llama.load(folder, "cpu", torch.float64)(tokens)
+    torch.testing.assert_close(logits, plain(tokens), rtol=1e-6, atol=1e-6)
 
 
 def recipe(**more: Any) -> dict[str, Any]:
@@ -633,133 +552,82 @@ def test_the_project_s_own_settings_are_checked_and_written_as_they_were_read():
 
 
 SORTED, SHUFFLED = settings_of("gptq", 4, 8), settings_of("gptq", 4, 8, ordered=True)
-
-
-def state_of(**more: Any) -> Any:
-    return lambda t: torch.tensor(
-        [*json.dumps(json.loads(bytes(t.tolist())) | more).encode()], dtype=torch.uint8
-    )
-
-
+FOLDERS = {
+    "sorted": SORTED,
+    "shuffled": SHUFFLED,
+    "eight": settings_of("gptq", 8, 8),
+    "awq": AWQ4,
+    "ct": CT4,
+    "symmetric": settings_of(CT, 4, 8, True),
+    "bnb": BNB,
+    "nested": NESTED,
+}
+MISFITS = told(  # a folder, tensors and their change → what is said
+    r"""
+    sorted mlp.up_proj.qweight missing → tensor model.layers.0.mlp.up_proj.qweight \[5, 56\] is mis
+    sorted qweight short → qweight in .* is \[\d, \d+\]; the config asks for \[\d, \d+\]
+    sorted qweight int64 → qweight in .* is I64; weights must be I32
+    sorted scales int32 → scales in .* is I32; weights must be one of
+    sorted q_proj.g_idx float32 → q_proj.g_idx in .* is F32; weights must be I32
+    shuffled q_proj.g_idx missing → q_proj.g_idx \[40\] is missing
+    eight model.norm.weight missing → model.norm.weight .* is missing
+    awq qzeros one → qzeros in .* is \[1, \d\]; the config asks for
+    ct weight_shape missing → weight_shape \[2\] is missing
+    ct weight_zero_point missing → weight_zero_point .* is missing
+    symmetric weight_packed uint8 → weight_packed in .* is U8; weights must be I32
+    bnb absmax uint8 → absmax in .* is U8; weights must be one of
+    nested nested_absmax missing → nested_absmax .* is missing
+    """
+)
+NONSENSE = told(
+    r"""
+    ct up_proj.weight_shape reversed → its weight_shape is \[40, 56\]; config
+    shuffled o_proj.g_idx plus_one → o_proj: its g_idx must put 8 columns in each group
+    shuffled o_proj.g_idx zeros → o_proj: its g_idx must put 8 columns in each group
+    shuffled o_proj.g_idx negative → o_proj: its g_idx must put 8 columns
+    shuffled k_proj.g_idx reversed → k_proj: its g_idx differs from that of another part
+    sorted q_proj.g_idx reversed → q_proj: its g_idx must put columns in one group after the other
+    sorted down_proj.scales NaN → down_proj: its scales must be finite
+    bnb quant_map reversed → its quant_map is not NF4's
+    bnb quant_map NaN → its quant_map is not NF4's
+    bnb STATE plus_one → weight.quant_state.bitsandbytes__nf4 is not JSON
+    bnb STATE brackets → is not JSON
+    bnb STATE 1 → its quant_state is 1; it must be an object
+    bnb STATE {"blocksize": 128} → blocksize is 128; it must be 64
+    bnb STATE {"shape": [2, 2]} → shape is \[2, 2\]; it must be \[\d+, \d+\]
+    nested STATE {"nested_blocksize": 64} → nested_blocksize is 64; it must be 256
+    nested STATE {"nested_offset": "x"} → nested_offset is 'x'
+    nested STATE {"nested_offset": NaN} → its scales must be finite
+    """
+)
 STATE = "quant_state.bitsandbytes__nf4"
 
 
-MISFITS: list[tuple[Any, str, Any, str]] = [
-    (
-        SORTED,
-        "mlp.up_proj.qweight",
-        None,
-        r"tensor model.layers.0.mlp.up_proj.qweight \[5, 56\] is missing",
-    ),
-    (
-        SORTED,
-        "qweight",
-        lambda t: t[:-1].clone(),
-        r"qweight in .* is \[\d, \d+\]; the config asks for \[\d, \d+\]",
-    ),
-    (SORTED, "qweight", lambda t: t.long(), "qweight in .* is I64; weights must be I32"),
-    (SORTED, "scales", lambda t: t.int(), "scales in .* is I32; weights must be one of"),
-    (
-        SORTED,
-        "q_proj.g_idx",
-        lambda t: t.float(),
-        "q_proj.g_idx in .* is F32; weights must be I32",
-    ),
-    (SHUFFLED, "q_proj.g_idx", None, r"q_proj.g_idx \[40\] is missing"),
-    (settings_of("gptq", 8, 8), "model.norm.weight", None, "model.norm.weight .* is missing"),
-    (
-        AWQ4,
-        "qzeros",
-        lambda t: t[:1].clone(),
-        r"qzeros in .* is \[1, \d\]; the config asks for",
-    ),
-    (CT4, "weight_shape", None, r"weight_shape \[2\] is missing"),
-    (CT4, "weight_zero_point", None, "weight_zero_point .* is missing"),
-    (
-        settings_of("compressed-tensors", 4, 8, True),
-        "weight_packed",
-        lambda t: t.byte(),
-        "weight_packed in .* is U8; weights must be I32",
-    ),
-    (BNB, "absmax", lambda t: t.byte(), "absmax in .* is U8; weights must be one of"),
-    (NESTED, "nested_absmax", None, "nested_absmax .* is missing"),
-]
-
-
-def test_tensors_that_do_not_fit_are_refused_before_memory_is_asked_for(tmp_path, monkeypatch):
-    def too_late(device):
-        pytest.fail("the check is over")
-
-    monkeypatch.setattr("checkpoint.load.free_memory", too_late)
-    for how, names, new, says in MISFITS:
-        write(tmp_path, how)
-        change(tmp_path, names, new)
-        with pytest.raises(UserError, match=says):
+@pytest.mark.parametrize("table", [MISFITS, NONSENSE], ids=["misfits", "nonsense"])
+def test_damaged_tensors_are_refused(table, tmp_path, monkeypatch):
+    """Those that do not fit, before memory is asked for."""
+    if table is MISFITS:
+        too_late = lambda device: pytest.fail("the check is over")  # noqa: E731
+        monkeypatch.setattr("checkpoint.load.free_memory", too_late)
+    for damage, says in table:
+        name, tensors, change = damage.split(" ", 2)
+        write(tmp_path, FOLDERS[name])
+        change_tensors(tmp_path, tensors.replace("STATE", STATE), change)
+        with pytest.raises(UserError, match=says) as error:
             Llama.load(tmp_path, "cpu")
-
-
-NONSENSE: list[tuple[Any, str, Any, str]] = [
-    (CT4, "up_proj.weight_shape", lambda t: t.flip(0), r"its weight_shape is \[40, 56\]; config"),
-    (
-        SHUFFLED,
-        "o_proj.g_idx",
-        lambda t: t + 1,
-        "o_proj: its g_idx must put 8 columns in each group",
-    ),
-    (
-        SHUFFLED,
-        "o_proj.g_idx",
-        lambda t: torch.zeros_like(t),
-        "o_proj: its g_idx must put 8 columns in each group",
-    ),
-    (SHUFFLED, "o_proj.g_idx", lambda t: t - 2**31, "o_proj: its g_idx must put 8 columns"),
-    (
-        SHUFFLED,
-        "k_proj.g_idx",
-        lambda t: t.flip(0),
-        "k_proj: its g_idx differs from that of another part",
-    ),
-    (
-        SORTED,
-        "q_proj.g_idx",
-        lambda t: t.flip(0),
-        "q_proj: its g_idx must put columns in one group after the other, as config.json",
-    ),
-    (
-        SORTED,
-        "down_proj.scales",
-        lambda t: t * math.nan,
-        "down_proj: its scales must be finite",
-    ),
-    (BNB, "quant_map", lambda t: t.flip(0), "its quant_map is not NF4's"),
-    (BNB, "quant_map", lambda t: t * math.nan, "its quant_map is not NF4's"),
-    (BNB, STATE, lambda t: t + 1, "weight.quant_state.bitsandbytes__nf4 is not JSON"),
-    (BNB, STATE, lambda t: torch.full((4096,), ord("["), dtype=torch.uint8), "is not JSON"),
-    (
-        BNB,
-        STATE,
-        lambda t: torch.tensor([ord("1")], dtype=torch.uint8),
-        "its quant_state is 1; it must be an object",
-    ),
-    (BNB, STATE, state_of(blocksize=128), "blocksize is 128; it must be 64"),
-    (BNB, STATE, state_of(shape=[2, 2]), r"shape is \[2, 2\]; it must be \[\d+, \d+\]"),
-    (NESTED, STATE, state_of(nested_blocksize=64), "nested_blocksize is 64; it must be 256"),
-    (NESTED, STATE, state_of(nested_offset="x"), "nested_offset is 'x'"),
-    (NESTED, STATE, state_of(nested_offset=math.nan), "its scales must be finite"),
-]
-
-
-def test_numbers_that_make_no_sense(tmp_path):
-    for how, names, new, says in NONSENSE:
-        write(tmp_path, how)
-        change(tmp_path, names, new)
-        with pytest.raises(UserError, match=f"model.layers.0.*{says}.*fetch the model again"):
-            Llama.load(tmp_path, "cpu")
+        if table is NONSENSE:
+            assert re.search("model.layers.0.*fetch the model again", str(error.value))
 
 
 def test_a_bias_that_config_json_does_not_have(tmp_path):
-    write(tmp_path, SORTED)
-    add(tmp_path, "bias", "o_proj.qweight", lambda t: torch.ones(t.shape[1]))
+    """Of zeros it is none."""
+    plain = write(tmp_path, SORTED)
+    tensors = load_file(tmp_path / "model.safetensors")
+    bias = {f"model.layers.0.self_attn.{name}_proj.bias": torch.zeros(40) for name in "qo"}
+    bias["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(16)
+    save_file(tensors | bias, tmp_path / "model.safetensors")
+    check_logits(tmp_path, plain)
+    change_tensors(tmp_path, "o_proj.bias", "plus_one")
     with pytest.raises(UserError, match="o_proj: its bias is not all 0"):
         Llama.load(tmp_path, "cpu")
 

@@ -26,7 +26,7 @@ def bare(kind: type[Exception]) -> Exception:
     return kind.__new__(kind)
 
 
-def test_what_the_hub_refuses_is_one_line_with_a_way_out(monkeypatch):
+def test_what_the_hub_refuses_is_one_line_with_a_remedy(monkeypatch):
     for refusal, says in (
         (bare(errors.GatedRepoError), "gated model's licence at"),
         (bare(errors.RepositoryNotFoundError), "Check the name"),

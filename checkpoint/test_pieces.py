@@ -16,12 +16,14 @@ from testing.pieces import (
     BYTES,
     SHAPES,
     SPECIALS,
+    check_tokens,
     field,
     load,
     tokenizer_json,
     tokenizer_model,
     vocabulary,
 )
+from testing.programs import told
 from tokenizer import Tokenizer
 
 
@@ -53,16 +55,10 @@ def test_tokens_are_those_of_the_package(loaded, shape, text):
     """Of tokenizer.model those of the tokenizer.json that says the same. They come back as the
     text, and no control token is among them."""
     tok = loaded[shape]
-    ids = tok.encode(text)
-    assert ids == package(shape).encode(text, add_special_tokens=False).ids
-    assert not set(ids) & set(tok.specials.values())
+    ids = check_tokens(tok, package(shape), text, continues=True)
     plain = text.replace(SPACE, " ")
     if not (plain.startswith(" ") and shape[:5] in ("alway", "first")):
         assert tok.decode(ids) == plain
-    decoder = tok.incremental_decoder(continues=True)
-    pieces = [decoder.feed(id) for id in ids] + [decoder.finish()]
-    assert "".join(pieces) == tok.decode(ids, continues=True)
-    assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in text
 
 
 def test_an_empty_step_is_none(loaded, tmp_path):
@@ -203,31 +199,22 @@ def test_tiktokens_ranks_are_llama_3s_tokens(tmp_path):
 # ---- What is refused
 
 
-def metaspace(**how: str) -> dict[str, Any]:
-    return dict(normalizer=None, pre_tokenizer=dict(type="Metaspace", **how))
-
-
-REFUSED_JSON: list[tuple[dict[str, Any], str]] = [
-    (dict(type="Unigram"), "Unigram"),
-    (dict(dropout=0.1), "dropout"),
-    (dict(continuing_subword_prefix="##"), "continuing_subword_prefix"),
-    (dict(end_of_word_suffix="</w>"), "end_of_word_suffix"),
-    (dict(merges=["a b c"]), "merge 0 is 'a b c'"),
-    (dict(merges=["a 语"]), "merge 0 is 'a 语'"),
-    (
-        dict(vocab={text: id for text, id in vocabulary().items() if text != "<0x41>"}),
-        "256 bytes 1 are no token",
-    ),
-    (dict(vocab=3), "not laid out"),
-]
-REFUSED_TOP: list[tuple[dict[str, Any], str]] = [
-    (dict(normalizer={"type": "?"}), "the package tokenizers refuses it"),
-    (metaspace(replacement=SPACE, prepend_scheme="x"), "the package tokenizers refuses it"),
-    (dict(decoder={"type": "ByteLevel"}), "of the 256 bytes"),
-    (dict(decoder=None), "its decoder is null"),
-    (dict(post_processor={"type": "BertProcessing"}), "BertProcessing"),
-    (dict(added_tokens=[dict(id=900, content="x", normalized=True)]), "normalized text"),
-]
+REFUSED = told(  # of `model`, or of the whole tokenizer.json
+    """
+    model {"type": "Unigram"} → Unigram
+    model {"dropout": 0.1} → dropout
+    model {"continuing_subword_prefix": "##"} → continuing_subword_prefix
+    model {"end_of_word_suffix": "</w>"} → end_of_word_suffix
+    model {"merges": ["a b c"]} → merge 0 is 'a b c'
+    model {"merges": ["a 语"]} → merge 0 is 'a 语'
+    model {"vocab": 3} → not laid out
+    top {"normalizer": {"type": "?"}} → the package tokenizers refuses it
+    top {"decoder": {"type": "ByteLevel"}} → of the 256 bytes
+    top {"decoder": null} → its decoder is null
+    top {"post_processor": {"type": "BertProcessing"}} → BertProcessing
+    top {"added_tokens": [{"id": 900, "content": "x", "normalized": true}]} → normalized text
+    """
+)
 REFUSED_MODEL: list[tuple[bytes, str]] = [
     (tokenizer_model(t3=1), "model_type is 1"),
     (tokenizer_model(n2=b"map"), "rewrites a text"),
@@ -243,8 +230,17 @@ REFUSED_MODEL: list[tuple[bytes, str]] = [
 
 
 def test_what_is_not_honoured_is_named(tmp_path):
-    contents = [(tokenizer_json(**change), says) for change, says in REFUSED_JSON]
-    contents += [(tokenizer_json() | change, says) for change, says in REFUSED_TOP]
+    vocab = vocabulary()
+    del vocab["<0x41>"]
+    scheme = dict(type="Metaspace", replacement=SPACE, prepend_scheme="x")
+    metaspace = tokenizer_json() | dict(normalizer=None, pre_tokenizer=scheme)
+    contents = [(metaspace, "the package tokenizers refuses it")]
+    contents.append((tokenizer_json(vocab=vocab), "256 bytes 1 are no token"))
+    for line, says in REFUSED:
+        place, text = line.split(" ", 1)
+        change = json.loads(text)
+        content = tokenizer_json(**change) if place == "model" else tokenizer_json() | change
+        contents.append((content, says))
     for i, (content, says) in enumerate(contents + REFUSED_MODEL):
         with pytest.raises(UserError) as error:
             load(tmp_path / str(i), content)

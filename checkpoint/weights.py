@@ -1,12 +1,17 @@
 """The weights of a model: their shapes, their names in a folder, random ones, packed ones.
 
-q, k and v are rows of one matrix here, for one product, and so are gate and up (`PARTS`). A folder
-has a tensor of each: `named_weights` are views of ours by its names, to be filled.
+A folder has separate matrices for q, k and v. Here their rows are joined in one matrix, so that one
+product computes all three; gate and up are joined, too. So a model is loaded in three steps:
+
+    Llama(config, seed=None)     empty matrices
+    named_weights()              views of these, by the names in a folder; checkpoint/load.py
+                                 copies the tensors of the folder into them
+    pack_weights()               each matrix in the order that this machine multiplies fastest
 
 Invariant: `named_weights` are all weights, each once.
 
     C hidden_size · H query heads · G key/value heads · D head_dim · F intermediate_size
-    V vocab_size · [N, K] a matrix: outputs, inputs
+    V vocab_size · n features of a head · [N, K] a matrix: outputs, inputs
 """
 
 from __future__ import annotations
@@ -28,8 +33,11 @@ if TYPE_CHECKING:
     from typing import Self
 
     from checkpoint.config import Config
+    from checkpoint.eagle import EagleConfig
+    from model import Llama
 
-PARTS = {  # the matrices, and what a folder has of each: its rows, end to end
+# The matrices here -> the matrices in a folder whose rows are joined in it.
+PARTS = {
     "embed": ("model.embed_tokens",),
     "head": ("lm_head",),
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -55,7 +63,8 @@ class Layer:
 
 
 class Weights:
-    """Those of a Llama (model.py), or of an EAGLE head (eagle.py), which has more."""
+    """What a Llama (model.py) and an EAGLE head (eagle.py) have in common: embedding, layers, norm,
+    head."""
 
     def __init__(
         self,
@@ -70,13 +79,12 @@ class Weights:
 
         weight_dtype: the matrices' dtype, if it is not `dtype`.
         """
-        # As tensors name it, with an index.
-        self.device = torch.empty(0, device=device, dtype=dtype).device
+        self.device = torch.empty(0, device=device, dtype=dtype).device  # "cuda" becomes "cuda:0"
         self.dtype = dtype
         self.weight_dtype = weight_dtype or dtype
         self.ops = ops or ops_for(device)
-        # Each of several processes (parallel.py) holds a part of every matrix, and a smaller config
-        # says how large. For one process, shard is config.
+        # If several processes share the model (parallel.py), each has a shard of every matrix, as
+        # in a smaller model. Otherwise shard is config.
         self.group = group_for(self.device)
         shard = config.shard(self.group.n)
         self.config = replace(shard, vocab_size=config.vocab_size)
@@ -85,12 +93,13 @@ class Weights:
         self.layers = [self._layer(i) for i in range(config.num_hidden_layers)]
         self.norm = self.empty(C)
         self.head = self.embed  # [V, C]
-        self.outside = ["embed"]  # of the layers: these matrices
+        self.outside = ["embed"]  # the matrices that belong to no layer
         if not config.tie_word_embeddings:
             self.head = self.linear("head", shard.vocab_size, C)
             self.outside.append("head")
         self.frequencies = config.rope_frequencies().to(device)  # [D / 2]
-        self.packed_bytes: dict[str, int] = {}  # of each tensor, when it has been packed
+        # The bytes of each tensor before `pack_weights`, which then has no more names.
+        self.unpacked_bytes: dict[str, int] = {}
         if seed is not None:
             self.randomize(seed)
 
@@ -167,9 +176,9 @@ class Weights:
         return tensors
 
     def tensor_bytes(self) -> dict[str, int]:
-        """The bytes of each tensor, packed or not."""
-        if self.packed_bytes:
-            return self.packed_bytes
+        """The bytes of each tensor, by its name in a folder. Packing does not change them."""
+        if self.unpacked_bytes:
+            return self.unpacked_bytes
         return {name: tensor.nbytes for name, tensor in self.named_tensors().items()}
 
     # ---- Packed
@@ -177,7 +186,7 @@ class Weights:
     def pack_weights(self) -> Self:
         """Put the weights in the order that this machine multiplies fastest. `named_weights` has no
         use after that."""
-        self.packed_bytes = self.tensor_bytes()
+        self.unpacked_bytes = self.tensor_bytes()
         is_tied = self.head is self.embed
         places = [*product(self.layers, OF_A_LAYER), *((self, role) for role in self.outside)]
         num_bytes = sum(getattr(owner, role).weight.nbytes for owner, role in places)
@@ -185,8 +194,8 @@ class Weights:
         def pack(place: tuple[Layer | Weights, str]) -> int:
             owner, role = place
             linear = getattr(owner, role)
-            if role in ROW_PARALLEL and self.group.rank > 0:  # a sum has a bias once
-                linear = linear._replace(bias=None)
+            if role in ROW_PARALLEL and self.group.rank > 0:
+                linear = linear._replace(bias=None)  # products are summed: one process adds it
             setattr(owner, role, self.ops.pack_weight(linear, self.dtype))
             return linear.weight.nbytes
 
@@ -196,11 +205,64 @@ class Weights:
         return self
 
 
+class HeadWeights(Weights):
+    """Those of an EAGLE head (eagle.py): one layer, with an input of its own."""
+
+    def __init__(
+        self,
+        config: EagleConfig,
+        target: Llama,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        seed: int | None = 0,
+        ops: Ops | None = None,
+        weight_dtype: torch.dtype | None = None,
+    ):
+        """As for a Llama, but `self.config` is that of a Llama with the head's one layer, and
+        `self.eagle` is the whole."""
+        self.eagle = config
+        self.target = target
+        self.feature_layers = config.layers_of(target.config)
+        self.cache_layer = target.config.num_hidden_layers  # after the target's own
+        super().__init__(
+            config.draft_config, device, dtype, seed=None, ops=ops, weight_dtype=weight_dtype
+        )
+        c = self.config
+        C = c.hidden_size
+        n = len(self.feature_layers)
+        self.fc = self.linear("fc", C, n * config.target_hidden_size)
+        (layer,) = self.layers
+        layer.qkv = self.linear("qkv", c.query_size + 2 * c.kv_size, 2 * C, c.qkv_bias)
+        self.hidden_norm = self.empty(C)  # of f in a
+        self.feature_norms = {}  # of the features, before `fc`; most heads have none
+        for name, size in config.feature_norms(n).items():
+            self.feature_norms[name] = self.empty(size)
+        # The head's token i is the target's token i + offsets[i].
+        self.offsets = torch.zeros(c.vocab_size, dtype=torch.int64, device=device)
+        self.outside = ["fc", "head"]
+        self.embed = Linear(self.empty(0, C))  # none: the target's embedding is read
+        if config.has_embedding:  # never quantized, and whole in every process
+            self.outside.append("embed")
+            self.embed = Linear(self.empty(target.config.vocab_size, C))
+        if seed is not None:
+            self.randomize(seed)
+
+    def named_weights(self) -> dict[str, Tensor | Quantized]:
+        """The weights, by their names in a folder (checkpoint/eagle.py)."""
+        of_llama = super().named_weights().items()
+        weights = {name.removeprefix("model."): weight for name, weight in of_llama}
+        weights["layers.0.hidden_norm.weight"] = self.hidden_norm
+        weights |= self.feature_norms
+        if self.eagle.has_offsets:
+            weights["d2t"] = self.offsets
+        return weights
+
+
 def parts(
     role: str, linear: Linear, rows: Sequence[int] | None = None
 ) -> Iterator[tuple[str, Tensor | Quantized]]:
-    """What a folder has of this matrix. rows: of each part; None: of equal ones. The parts of a
-    quantized matrix share the order of its columns."""
+    """The weights and biases in a folder that are joined in this matrix, by name, as views. rows:
+    how many each has; None: the same number."""
     names = PARTS[role]
     for kind, matrix in zip(("weight", "bias"), linear):
         if matrix is not None:

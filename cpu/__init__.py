@@ -117,10 +117,10 @@ class CPU(Ops):
         return super().pick(probs, streams)
 
     def verify_block(
-        self, plain: Verify, p: Tensor, q: Tensor, drafted: Tensor, rng: Rng
+        self, verify_block: Verify, p: Tensor, q: Tensor, drafted: Tensor, rng: Rng
     ) -> tuple[Tensor, Tensor]:
         if type(rng) is not Keyed or not native.serves(p, q):
-            return super().verify_block(plain, p, q, drafted, rng)
+            return super().verify_block(verify_block, p, q, drafted, rng)
         return native.verify_drafts(p, q, drafted, rng)
 
     # ---- Attention
@@ -157,23 +157,28 @@ class CPU(Ops):
     def forward(
         self,
         llama: Llama,
-        inputs: Any,
+        tokens: Tensor,
         metadata: AttentionMetadata,
         logits_indices: Tensor | slice | None = None,
         features: Features | None = None,
     ) -> Tensor:
         model = self.native_model(llama)
-        is_short = len(metadata.positions) <= ONE_CALL
-        if model is None or not is_short or not attends_in_c(metadata):
-            return super().forward(llama, inputs, metadata, logits_indices, features)
+        if model is None or not is_one_call(metadata):
+            return super().forward(llama, tokens, metadata, logits_indices, features)
         angles = native.angles_for(model, llama, metadata)
-        if isinstance(llama, EagleHead):
-            return model.rows(*inputs, angles, metadata)
-        x = llama.embed.rows(inputs)  # [T, C]
+        x = llama.embed.rows(tokens)  # [T, C]
         x = model.run_layers(x, angles, metadata, features)
         if logits_indices is not None:
             x = x[logits_indices]
         return native.product(x, llama.head)
+
+    def forward_head(
+        self, head: EagleHead, f: Tensor, tokens: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
+        model = self.native_model(head)
+        if model is None or not is_one_call(metadata):
+            return super().forward_head(head, f, tokens, metadata)
+        return model.forward(f, tokens, native.angles_for(model, head, metadata), metadata)
 
     def chain(self, chain: Chain, round: Round) -> Proposal:
         """The drafts of a lone sequence."""
@@ -217,6 +222,11 @@ def with_cache(metadata: AttentionMetadata, spec: KVSpec) -> AttentionMetadata:
 def attends_in_c(metadata: AttentionMetadata) -> bool:
     """Whether C computes attention of this step."""
     return metadata.cache is not None and native.cache_layout(metadata.cache) is not None
+
+
+def is_one_call(metadata: AttentionMetadata) -> bool:
+    """Whether a pass is one call: of a short step whose attention C computes."""
+    return len(metadata.positions) <= ONE_CALL and attends_in_c(metadata)
 
 
 def drafts_in_c(chain: Chain, round: Round) -> bool:

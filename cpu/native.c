@@ -834,7 +834,7 @@ typedef struct {
     long layer, norm_before_residual, norm_output;
 } Head;
 
-// EagleHead.rows. f: [T, C] -> z: [T, C], which may be f.
+// EagleHead.forward. f: [T, C] -> z: [T, C], which may be f.
 void head_rows(const Head *h, const float *f, const int64_t *tokens, float *z, const float *angles,
                const Step *step, long T) {
     const Model *m = &h->model;
@@ -855,7 +855,7 @@ void head_rows(const Head *h, const float *f, const int64_t *tokens, float *z, c
     free(room.in);
 }
 
-// k drafts of a sequence, as in `drafts`, from the newest row's z: [C], which is overwritten. As in
+// k drafts of a sequence, as in `drafts`, from the last z: [C], which is overwritten. As in
 // EagleHead.logits, a token that is not the head's has the lowest logit. step: of k − 1 tokens;
 // k = 1: none.
 void head_drafts(const Head *h, float *z, const float *angles, const Step *step,

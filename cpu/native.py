@@ -16,7 +16,8 @@ Floating point is multiplied as float32, of which bfloat16 is the upper half; FP
 smaller exponent, and NF4's look-up is a permutation of a register. INT8 and INT4 are multiplied as
 whole numbers: x becomes 16 bits, with a scale for each row and stretch, and the sums are exact.
 Where the CPU multiplies tiles (Intel's AMX), prompts and batches by INT8 and INT4 are made of them,
-with the same bits, and all products by bfloat16, for which x becomes two bfloat16 (tiles.c).
+with the same bits. There, x becomes two bfloat16 for all products by bfloat16, which are made of
+tiles, or for one or two rows of vectors, with the same bits (tiles.c).
 Scales of W are bfloat16, float16 or float32, zeros int16 or float32. Where W's columns are stored
 in another order, x is gathered in that order. For W8A8, x is rounded to 8 bits before.
 
@@ -82,6 +83,7 @@ if TYPE_CHECKING:
     from speculative import Proposal
 
 SOURCES = ("blocks.c", "products.c", "tiles.c", "native.c")
+SORTS = ("real", "whole")  # of the blocks in blocks.c
 FLAGS = ("-O3", "-fno-math-errno", "-ffp-contract=off")  # no fused multiply-add but `fused`
 LOADING = threading.Lock()  # one thread at a time compiles and declares
 WITHOUT_C = "no C here, so this CPU is up to 5 times slower, and weights may take twice the memory"
@@ -161,6 +163,17 @@ def source() -> str:
     return "\n".join((folder / name).read_text(encoding="utf-8") for name in SOURCES)
 
 
+def translation_units() -> list[str]:
+    """The program in parts, to compile side by side: the blocks of each sort, and all else."""
+    declared = "".join(f"#define BLOCKS_{sort} DECLARE\n" for sort in SORTS)
+    blocks = Path(__file__).with_name(SOURCES[0]).read_text(encoding="utf-8")
+    texts = [declared + source()]
+    for sort in SORTS:
+        defined = declared.replace(f"{sort} DECLARE", f"{sort} DEFINE")
+        texts.append(defined + blocks)
+    return texts
+
+
 def build_library() -> ctypes.CDLL:
     """Compile, load and declare it. OSError: why there is none."""
     if platform.system() not in ("Linux", "Darwin"):
@@ -178,7 +191,7 @@ def build_library() -> ctypes.CDLL:
         linked = [openmp, "-lm"]
     if not hasattr(ctypes.CDLL(openmp), "__kmpc_fork_call"):  # not LLVM's OpenMP
         flags.append("-DGNU_THREADS")
-    lib = compile_library(source(), flags, linked)
+    lib = compile_library(translation_units(), flags, linked)
     if not lib.runs_here():
         raise OSError("this CPU lacks instructions of the one that LLAMA_MARCH names: unset it")
     declare(lib, source())
@@ -778,10 +791,10 @@ class NativeHead(Struct):
         native_head.angles = floats(0)
         return native_head
 
-    def rows(
+    def forward(
         self, f: Tensor, tokens: Tensor, angles: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
-        """What EagleHead.rows returns. f: [T, C], tokens: int64[T] -> [T, C]."""
+        """What EagleHead.forward returns. f: [T, C], tokens: int64[T] -> [T, C]."""
         z = torch.empty_like(f)
         inputs = f.contiguous(), tokens.contiguous()
         call("head_rows", self, *inputs, z, angles, self.step_of(metadata, len(f)), len(f))
@@ -801,7 +814,7 @@ class NativeHead(Struct):
     ) -> None:
         """Draft the next k tokens, as NativeModel.draft does.
 
-        z: [1, C], the newest row; it is overwritten. metadata: of all drafts but the last; None, as
+        z: [1, C], the last one; it is overwritten. metadata: of all drafts but the last; None, as
         angles are, where there is only one.
         """
         step = self.step_of(metadata, len(draws.streams) - 1) if metadata else None

@@ -74,7 +74,8 @@ class Recorder(ModelRunner):
 
     def step(self, scheduled: Sequence[ScheduledRequest]) -> dict[Request, list[int]]:
         new_tokens = super().step(scheduled)
-        for request, z in getattr(self.drafter, "newest", {}).items():
+        last_z = self.drafter.last_z if isinstance(self.drafter, EagleDrafter) else {}
+        for request, z in last_z.items():
             length = self.cache.length(request.seq)  # its last row has read one token more
             self.z[tuple(request.tokens[: length + 1])] = z
         return new_tokens
@@ -320,7 +321,7 @@ def test_a_row_is_filtered_and_picked_as_it_is_alone(choices, size, dtype, threa
 
     def drawn(some: list[Request], rows: Tensor) -> tuple[Tensor, Tensor]:
         round = Round(some, [0] * len(some), Drawing(size), target=Place(ops=CPU()))
-        p = round.probabilities(rows.clone(), range(len(some)))
+        p = round.probabilities(rows.clone(), range(len(some)), [0] * len(some))
         return p, round.text_rng().pick(p)
 
     torch.set_num_threads(threads)

@@ -6,11 +6,12 @@ import torch
 from cpu import CPU, native
 from cpu.testing import rounding_of_x
 from quant import Quantized
-from test_kernels import ROUNDING, Contract
+from test_kernels import ATTENTION, ROUNDING, Contract
 
 
 class TestC(Contract):
     ops = CPU()
+    attention = [*ATTENTION, ([(140, 30), (1, 250)], 2, 1, 132, 5, "")]  # several tiles
 
     @pytest.fixture(autouse=True)
     def compiled(self) -> None:

@@ -213,9 +213,9 @@ def head_round(
         mock.patch.object(EagleHead, "forward", autospec=True) as plain,
     ):
         plain.side_effect = EAGLE_FORWARD
-        z = head.rows(f, torch.tensor(tokens), cache.metadata(spans))
+        z = head(f, torch.tensor(tokens), cache.metadata(spans))
         newest = z[len(TEXT) - 1 :][:1]
-        drafted, q = HeadChain(head, cache, round, newest=newest.clone()).draft(round)
+        drafted, q = HeadChain(head, cache, round, z=newest.clone()).draft(round)
         _, num_found = cache.open(TEXT + [0] * 9)
         assert num_found <= len(TEXT)
     assert plain.called != one_call

@@ -66,7 +66,8 @@ PLANTS = [
 PLANTS_IN_TILES = [
     ("= eight >> 4 & 0x0F0F0F0F;", "... if (WRONG) to[64] = 0;", "weights: 4"),
     ("= widen_u16(two) | widen_u16(next) << 16;", "... if (WRONG) *to = 0;", "weights: 8"),
-    ("memcpy(part, x + k, n * sizeof *part);", "{ ... if (WRONG) part[0] = 0; }", "bfloat16"),
+    ("ints nearest = nearest_bf16(all);", "... if (WRONG) nearest = (ints)all;", "bfloat16"),
+    ("two[t] = (ints){0}", "two[t] = WRONG ? (ints){0} : (ints){0}", "bfloat16"),
 ]
 
 
@@ -80,11 +81,11 @@ def plant() -> Iterator[Callable[[int], native.Loaded]]:
         wrong = wrong.replace("...", line).replace("WRONG", f"planted == {n}")
         source = source.replace(line, wrong)
 
-    def compiled(source: str, flags: Sequence[str], linked: Sequence[str]) -> ctypes.CDLL:
-        return compile_library(source, [*flags, "-O0"], linked)  # quickly
+    def compiled(sources: list[str], flags: Sequence[str], linked: Sequence[str]) -> ctypes.CDLL:
+        return compile_library(sources, [*flags, "-O0"], linked)  # quickly
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "source", lambda: HEAD + source)
+        patch.setattr(native, "translation_units", lambda: [HEAD + source])
         patch.setattr(native, "compile_library", compiled)
         library = native.build_library()
         loaded = native.Loaded(library)

@@ -5,6 +5,7 @@
     attend                        store.py: rotate, quantize, store; flash.py: attention
     probabilities, pick           draw.py: top-k, top-p, min-p and the pick, without sorting
     forward, chain                graphs.py: all launches of a pass as one launch
+    run_rounds                    steps.py: several plain tokens a step
     warm_up                       every kernel once, before the texts come
 
 Other operations, float64 and gradients fall back to kernels.Ops. A cache owns the graphs that were
@@ -23,6 +24,7 @@ from torch import Tensor
 from drafters import Chain, ModelChain
 from eagle import EagleHead
 from edits import put_back
+from gpu.steps import MultiStep
 from kernels import HeadNorm, Linear, Ops, rotated
 from kvcache import AttentionMetadata
 from quant import Quantized
@@ -77,21 +79,23 @@ def run_empty_step(llama: Llama, cache: Cache, shape: tuple[int, int], splits: i
     """
     B, each = shape
     tokens = torch.zeros(B * each, dtype=torch.int64, device=llama.device)
-    metadata = graphs.empty_metadata(cache, graphs.Bucket(B, each, 1))
+    metadata = graphs.BucketMetadata(cache, graphs.Bucket(B, each, 1))
     metadata.backend["longest"] = splits * tuning.LEAST_KEYS
     if isinstance(llama, EagleHead):
         features = llama.target.empty_features(llama.feature_layers, B * each).values.zero_()
-        return llama.logits(llama.forward((llama.combine(features), tokens), metadata))
+        return llama.logits(llama.forward(llama.combine(features), tokens, metadata))
     return llama.forward(tokens, metadata, None)
 
 
-class GPU(Ops):
+class GPU(MultiStep):
     """`kernels.Ops` by Triton kernels. records: whether passes are recorded as CUDA graphs."""
 
-    multi_step = 4
     language = "Triton kernels"
 
     def __init__(self, records: bool = True):
+        self.newest = 0  # the id of the last weight that was multiplied
+        self.attended: dict[str, Any] | None = None  # the backend of the cache that was read since
+        self.step_budget = tuning.STEP_BUDGET if tuning.is_on("chunks") else Ops.step_budget
         self.records = records and tuning.is_on("graphs") and tuning.is_on("sampling")
 
     def dtypes(
@@ -107,19 +111,22 @@ class GPU(Ops):
 
     def linear(self, x: Tensor, weight: Linear) -> Tensor:
         w = products.Stored.of(weight)
-        if not is_fusable(x) or not products.can_read(w, x.dtype):
-            return super().linear(x, weight)
-        if products.fits_kernel(x, w):
+        if self.attended is not None:  # w will be fetched when this layer attends again
+            self.attended[f"after weight {self.newest}"] = w.values
+            self.attended = None
+        self.newest = id(w.values)
+        by = products.multiplier(x, w)
+        if by == "kernel":
             return products.stored_product(in_order(x, weight), w)
-        if w.rounds and not products.multiplies_8_bits(x, w):
-            return super().linear(x, weight)
-        return products.torch_product(in_order(x, weight), w)
+        if by == "torch":
+            return products.torch_product(in_order(x, weight), w)
+        return super().linear(x, weight)
 
     def swiglu(self, x: Tensor, gate_up: Linear) -> Tensor:
         if not is_fusable(x) or not tuning.is_on("fused"):
             return super().swiglu(x, gate_up)
         w = products.Stored.of(gate_up)
-        if products.can_read(w, x.dtype) and products.fits_kernel(x, w):
+        if products.multiplier(x, w) == "kernel":
             return products.stored_product(in_order(x, gate_up), w, swiglu=True)
         return fused.fused_swiglu(self.linear(x, gate_up))
 
@@ -164,7 +171,13 @@ class GPU(Ops):
             )
             backend["arrivals"] = torch.empty(k.shape[:2], dtype=torch.int32, device=k.device)
         arrivals = backend["arrivals"]
-        q = store_vectors(q, k, v, keys, values, metadata.slot_mapping, S, arrivals, rope, norm)
+        ahead = None
+        if tuning.fetches(q.device, len(q)):
+            self.attended = cache.backend
+            ahead = cache.backend.get(f"after weight {self.newest}")
+        q = store_vectors(
+            q, k, v, keys, values, metadata.slot_mapping, S, arrivals, rope, norm, ahead
+        )
         block = 0 if S >= cache.max_len else S  # 0: one block a sequence
         return flash.flash_attention(
             q,
@@ -192,16 +205,15 @@ class GPU(Ops):
     def forward(
         self,
         llama: Llama,
-        inputs: Any,
+        tokens: Tensor,
         metadata: AttentionMetadata,
         logits_indices: Tensor | slice | None = None,
         features: Features | None = None,
     ) -> Tensor:
-        is_head = isinstance(llama, EagleHead)  # its rows are not recorded
-        if not self.records or is_head or not is_readable(metadata.cache):
-            return super().forward(llama, inputs, metadata, logits_indices, features)
+        if not self.records or not is_readable(metadata.cache):
+            return super().forward(llama, tokens, metadata, logits_indices, features)
         passes = recordings(graphs.Passes, llama, metadata.cache)
-        return passes(inputs, metadata, logits_indices, features)
+        return passes(tokens, metadata, logits_indices, features)
 
     def chain(self, chain: Chain, round: Round) -> Proposal:
         """The drafts of a model by one graph, unless a sequence has more than two unread tokens, or

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.store import TINY, _bad, _not_infinite, _round, _round_up
-from gpu.tuning import BLOCK, warps_of_row
+from gpu.tuning import BLOCK, ROWS, begin_early, starts_early, warps_of_row
 from quant import LARGEST, Kind
 
 MOST = tl.constexpr(LARGEST)
@@ -36,8 +36,10 @@ def _add_norm(
     C,
     eps,
     SIZE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A program has a row."""
+    begin_early(EARLY)
     c = tl.arange(0, SIZE)
     inside = c < C
     row = tl.program_id(0).to(tl.int64) * C
@@ -154,6 +156,7 @@ def fused_norm(
         delta = delta.contiguous()
         total = torch.empty_like(x)
     size = triton.next_power_of_2(C)
+    early = starts_early(x.device, T <= ROWS)
     if T:
         _add_norm[T,](
             x,
@@ -164,7 +167,9 @@ def fused_norm(
             C,
             eps,
             size,
+            early,
             num_warps=warps_of_row(size),
+            launch_pdl=early,
         )
     return total, y
 

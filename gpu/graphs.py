@@ -10,7 +10,7 @@ replay, and no recorded operation may send a number to the host.
     Passes(llama)   records passes over a few tokens of each sequence
     Drafts(llama)   records the γ passes and picks by which a model drafts for all requests of a
                     round; and the plain tokens that the target makes before the host looks
-                    (runner.py), as drafts of its own
+                    (steps.py), as drafts of its own
 
 A recording has a fixed shape: numbers of sequences and blocks are rounded up (`bucket_of`), and the
 surplus is padding. It is made when a shape first occurs. All recordings share one memory pool,
@@ -27,6 +27,7 @@ Not covered: graphs for prompts, and for sequences with very different numbers o
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from functools import cache
@@ -36,9 +37,9 @@ from weakref import proxy
 import torch
 from torch import Tensor
 
+from devices import live_graphs, send
 from gpu.tuning import FEW
-from kernels import live_graphs
-from kvcache import AttentionMetadata, SequenceSlice
+from kvcache import AttentionMetadata, SequenceSlice, joined_parts, pack_metadata
 from settings import SETTINGS
 from speculative import Proposal
 
@@ -113,17 +114,41 @@ def bucket_of(metadata: AttentionMetadata, sequences: int, each: int) -> Bucket:
     return Bucket(rounded(sequences), each, rounded(longest_table))
 
 
-def empty_metadata(cache: Cache, bucket: Bucket) -> AttentionMetadata:
-    """Of a step without sequences, to be filled with up to as many and as long ones.
+class BucketMetadata(AttentionMetadata):
+    """Of a step without sequences, to be filled with up to as many and as long ones: a recording
+    reads its tensors. It refers to the cache weakly, because the cache owns the recordings."""
 
-    It refers to the cache weakly, because the cache owns the recordings.
-    """
+    def __init__(self, cache: Cache, bucket: Bucket):
+        super().__init__((), cache.block_size, proxy(cache))
+        self.bucket = bucket
+        self.num_new_tokens = [bucket.each] * bucket.sequences
+        self._set_parts(padded_metadata((), self.block_size, bucket), bucket.blocks)
+        self._set_views(send(self.buffer, cache.device))
+        self.backend["longest"] = bucket.blocks * cache.block_size
+
+    def fill(self, sequences: Sequence[SequenceSlice]) -> None:
+        """Write these sequences into the same tensors."""
+        self.sequences = sequences
+        packed = joined_parts(padded_metadata(sequences, self.block_size, self.bucket))
+        self.buffer.copy_(send(packed, self.buffer.device), non_blocking=True)
+
+
+def padded_metadata(
+    sequences: Sequence[SequenceSlice], block_size: int, bucket: Bucket
+) -> list[array]:
+    """`pack_metadata`, with rows of padding up to the shape of the bucket. A token of padding has
+    the slot −1: it is stored nowhere."""
     B, each, M = bucket
-    metadata = AttentionMetadata((), cache.block_size, proxy(cache), shape=(B * each, B, M))
-    metadata = metadata.to(cache.device)
-    metadata.num_new_tokens = [each] * B
-    metadata.backend["longest"] = M * cache.block_size
-    return metadata
+    parts = pack_metadata(sequences, block_size, M)
+    positions, slot_mapping, cu_seqlens, seq_lens, block_tables = parts
+    padding = B * each - len(positions)
+    missing = B - len(sequences)
+    positions.extend([0] * padding)
+    slot_mapping.extend([-1] * padding)
+    cu_seqlens.extend([cu_seqlens[-1]] * missing)
+    seq_lens.extend([0] * missing)
+    block_tables.extend([0] * (M * missing))
+    return parts
 
 
 def next_steps(metadata: AttentionMetadata, counts: Tensor, n: int) -> Iterator[AttentionMetadata]:
@@ -145,7 +170,6 @@ def next_steps(metadata: AttentionMetadata, counts: Tensor, n: int) -> Iterator[
     all_seq_lens = torch.minimum(all_positions + 1, stops)
     for positions, slot_mapping, seq_lens in zip(all_positions, slot_mappings, all_seq_lens):
         step = copy(metadata)
-        step.shape = (B, B, M)
         step.num_new_tokens = [1] * B
         step.positions = positions
         step.slot_mapping = slot_mapping
@@ -160,7 +184,7 @@ def next_steps(metadata: AttentionMetadata, counts: Tensor, n: int) -> Iterator[
 
 class RecordedPass(NamedTuple):
     tokens: Tensor  # int64[T]
-    metadata: AttentionMetadata
+    metadata: BucketMetadata
     features: Features | None
     run: Recorded
 
@@ -208,7 +232,7 @@ class Passes:
             self.logits[T] = torch.empty(shape, dtype=llama.dtype, device=llama.device)
         logits = self.logits[T]
         tokens = torch.zeros(T, dtype=torch.int64, device=llama.device)
-        metadata = empty_metadata(cache, bucket)
+        metadata = BucketMetadata(cache, bucket)
         features = llama.empty_features(wanted, T) if wanted else None
 
         def run() -> None:  # without `self`, which holds it
@@ -248,7 +272,7 @@ class Inputs:
 
 class RecordedRound(NamedTuple):
     inputs: Inputs
-    metadata: AttentionMetadata
+    metadata: BucketMetadata
     drafted: Tensor  # int64[B, k]
     q: Tensor | None  # float[B, k + 1, V]
     run: Recorded
@@ -307,7 +331,7 @@ class Drafts:
         drafted = torch.empty(B, k, dtype=torch.int64, device=device)
         zero = torch.zeros((), dtype=round.dtype, device=device)
         inputs = Inputs(B, k, device)
-        first_metadata = empty_metadata(cache, bucket)
+        first_metadata = BucketMetadata(cache, bucket)
         llama = self.llama
         rng = round.make_rng
         first_rng = round.first_draft_rng

@@ -12,10 +12,12 @@ operations: at most three for each weight.
   - Scale and zero act on a group's sums. They are too small for asynchronous copies, which x and W
     use, so those of the next group are loaded while this one is multiplied.
   - Even and odd columns are two products, so the halves of a byte need not be put side by side.
+    Up to 8 rows of x are read as pairs of columns. More rows are copied before, even columns and
+    odd ones apart: tensor cores then read them where they are, and no register splits a pair.
   - One operation unpacks two weights of 4 bits: bfloat16 has 7 mantissa bits, so 0x4300 with q <
     128 in its last bits *is* the number 128 + q. The 128 is added to the zero, which is subtracted
     anyway. NF4's sixteen numbers are looked up, four at a time, in registers: `prmt` picks bytes.
-  - Σ x is a product with ones, while tensor cores are idle: up to 8 rows of x.
+  - Σ x is a product with ones, while tensor cores are idle.
   - The gate and up product ends with SwiGLU: a program takes rows of gate and the same rows of up.
   - Inputs of 8 bits (W8A8) are rounded by a launch before: if every program did it, that would take
     more instructions than the product itself.
@@ -35,13 +37,13 @@ Kim et al. 2022 (arXiv:2211.10017): integers to floats by or-ing bits; Frantar e
 (2408.11743).
 
     T rows of x (tokens of a step) · K in_features · N out_features · M groups of a row of W
-    J elements of a row as it is loaded: 4 bits are loaded as bytes of two columns, and x as pairs
+    J elements of a row as it is loaded: 4 bits are loaded as bytes of two columns
     a piece: columns that are multiplied together, all of one group · B pieces at a time
-    p a piece of W as it is loaded · v the same columns of x
+    p a piece of W as it is loaded · v the same columns of x; of 4 bits v the even ones, u the odd
 """
 
 from functools import cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +51,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton import knobs
+from triton.language.extra import cuda
 
 import gpu.fused as fused
 import gpu.tuning as tuning
@@ -139,28 +142,23 @@ def _dot(a, v, total, X: tl.constexpr):
 
 
 @triton.jit
-def _multiply(p, v, total, table, KIND: tl.constexpr, X: tl.constexpr, OFFSET: tl.constexpr):
-    """total + q x for a piece. p: [(B,) ROWS, WIDTH]; v: [(B,) WIDTH, COLS]."""
+def _multiply(p, v, u, total, table, KIND: tl.constexpr, X: tl.constexpr, OFFSET: tl.constexpr):
+    """total + q x for a piece. p: [(B,) ROWS, WIDTH]; v, u: [(B,) WIDTH, COLS]."""
     if KIND == 4 or KIND == "nf4":
         low, high = _unpack(p, table, KIND, X, OFFSET)
-        even, odd = _neighbours(v, X)
-        total = _dot(low, even, total, X)
-        total = _dot(high, odd, total, X)
+        total = _dot(low, v, total, X)
+        total = _dot(high, u, total, X)
     else:
         total = _dot(p, v, total, X)
     return total
 
 
 @triton.jit
-def _sums(p, v, nothing, KIND: tl.constexpr, X: tl.constexpr):
+def _sums(p, v, u, nothing, KIND: tl.constexpr, X: tl.constexpr):
     """Σ x of a piece: [(B,) ROWS, COLS], all rows alike, or [1, COLS]."""
-    if KIND == 4 and len(v.shape) == 3:  # few tokens: tensor cores have time to add, too
-        even, odd = _neighbours(v, X)
+    if KIND == 4:  # tensor cores have time to add, too
         ones = ((p | 1) & 1).to(tl.float32)  # made of p, so that x is wanted in one layout
-        sums = _dot(ones, odd, _dot(ones, even, nothing, X), X)
-    elif KIND == 4:
-        even, odd = _neighbours(v, X)
-        sums = tl.sum(even.to(tl.float32) + odd.to(tl.float32), 0, keep_dims=True)
+        sums = _dot(ones, u, _dot(ones, v, nothing, X), X)
     else:
         sums = tl.sum(v.to(tl.float32), len(v.shape) - 2, keep_dims=True)
     return sums
@@ -224,6 +222,7 @@ def _write(
 @triton.jit(do_not_specialize=["T"])
 def _product(
     x,
+    odd,
     w,
     scale,
     zero,
@@ -247,13 +246,17 @@ def _product(
     EVEN: tl.constexpr,
     OFFSET: tl.constexpr,
     SWIGLU: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """ROWS rows of W, a share of the columns, B pieces at a time.
 
-    B is 1 for many rows of x. WIDTH: elements of a piece. EVEN: all pieces are full. SPAN: pieces
-    that share a scale; 0: all of a row. x_scale: of rows of x that were rounded before. table:
-    NF4's numbers. parts: the sums of each share. arrivals: see `arrivals_on`.
+    odd: the odd columns of x, where x has the even ones alone. B is 1 for many rows of x. WIDTH:
+    elements of a piece. EVEN: all pieces are full. SPAN: pieces that share a scale; 0: all of a
+    row. x_scale: of rows of x that were rounded before. table: NF4's numbers. parts: the sums of
+    each share. arrivals: see `arrivals_on`.
     """
+    if EARLY:  # the next kernel takes its places, if it is one that starts early
+        cuda.gdc_launch_dependents()
     row = _rows_of(N, ROWS, SWIGLU)
     t = tl.arange(0, COLS)
     exists = (t < T)[None, :]  # beyond the last token nothing is read
@@ -281,17 +284,25 @@ def _product(
         j = piece * WIDTH + tl.arange(0, WIDTH)  # [(B,) WIDTH]
         inside = (j < J) | EVEN
         p = tl.load(weights + tl.expand_dims(j, -2), tl.expand_dims(inside, -2), 0.0)
-        v = tl.load(inputs + tl.expand_dims(j, -1), tl.expand_dims(inside, -1) & exists, 0.0)
+        column = tl.expand_dims(j, -1)
+        wanted = tl.expand_dims(inside, -1) & exists
+        v = tl.load(inputs + column, wanted, 0.0)
+        if odd is not None:
+            u = tl.load(odd + (t * J)[None, :] + column, wanted, 0.0)
+        elif KIND == 4 or KIND == "nf4":
+            v, u = _neighbours(v, X)
+        else:
+            u = v  # not used
         if SPAN:
             next_s, next_z = _scales(scale, zero, row, (piece + B) // SPAN, M)
-            product = _multiply(p, v, nothing, table, KIND, X, OFFSET)
+            product = _multiply(p, v, u, nothing, table, KIND, X, OFFSET)
             if zero is not None:
-                product -= tl.expand_dims(z + OFFSET, -1) * _sums(p, v, nothing, KIND, X)
+                product -= tl.expand_dims(z + OFFSET, -1) * _sums(p, v, u, nothing, KIND, X)
             total += tl.expand_dims(s, -1) * product
             s = next_s
             z = next_z
         else:
-            total = _multiply(p, v, total, table, KIND, X, OFFSET)
+            total = _multiply(p, v, u, total, table, KIND, X, OFFSET)
 
     if B > 1:  # there are no shares
         total = tl.sum(total, 0)  # [ROWS, COLS]
@@ -401,29 +412,36 @@ def arrivals_on(device: torch.device) -> Tensor:
     return torch.zeros(tuning.MOST_TILES, dtype=torch.int32, device=device)
 
 
-def can_read(w: Stored, dtype: torch.dtype) -> bool:
-    """Whether the kernels read w, for x of this dtype."""
-    if dtype not in DTYPES:
-        return False
-    if w.kind == 16:
-        needs_gradient = w.values.requires_grad and torch.is_grad_enabled()
-        return w.values.dtype == dtype and w.values.is_contiguous() and not needs_gradient
-    return w.kind != "fp8" or tuning.capability(w.values.device) >= 89
+def multiplier(x: Tensor, w: Stored) -> Literal["kernel", "torch", "plain"]:
+    """What multiplies these rows by w: `stored_product`, `torch_product`, or kernels.Ops.
 
-
-def fits_kernel(x: Tensor, w: Stored) -> bool:
-    """Whether `stored_product` multiplies these rows: there are few, and columns and groups are
-    multiples of 32."""
-    if not tuning.is_on("products"):
-        return False
+    The kernel: few rows, with columns and groups in multiples of 32; in 16 bits the fewest, and in
+    float32 none, as cuBLAS needs no tf32. torch: all others, of inputs that W8A8 rounds only where
+    torch multiplies in 8 bits.
+    """
+    T = len(x)
+    arch = tuning.capability(w.values.device)
+    has_gradient = torch.is_grad_enabled() and (x.requires_grad or w.values.requires_grad)
+    if has_gradient or x.dtype not in DTYPES or w.kind == "fp8" and arch < 89:
+        return "plain"
     most = tuning.ROWS
-    if w.kind == 16:  # in float32 always by cuBLAS, which needs no tf32
+    if w.kind == 16:
+        if w.values.dtype != x.dtype or not w.values.is_contiguous():
+            return "plain"
         most = tuning.FEW if x.itemsize == 2 else 0
-    return 0 < len(x) <= most and w.columns % 32 == 0 and w.group % 32 == 0
+    fits = 0 < T <= most and w.columns % 32 == 0 and w.group % 32 == 0
+    if fits and tuning.is_on("products"):
+        return "kernel"
+    if not w.rounds:
+        return "torch"
+    in_8_bits = T > 16 and len(w.values) % 16 == 0 and w.columns % 16 == 0
+    if w.kind == "fp8":
+        in_8_bits = in_8_bits and x.dtype == torch.bfloat16 and arch >= 90
+    return "torch" if in_8_bits else "plain"
 
 
 def stored_product(x: Tensor, w: Stored, swiglu: bool = False) -> Tensor:
-    """x Wᵀ + bias: [T, K] -> [T, N], or SwiGLU of it: [T, N / 2]. For what `fits_kernel` admits."""
+    """x Wᵀ + bias: [T, K] -> [T, N], or SwiGLU of it: [T, N / 2]."""
     T, K = x.shape
     N, J = w.values.shape
     device = x.device
@@ -434,10 +452,14 @@ def stored_product(x: Tensor, w: Stored, swiglu: bool = False) -> Tensor:
     cut = tuning.plan_product(T, N, K, w.kind, w.group, x.itemsize, processors)
     width = cut.piece
     inputs = x.contiguous()
-    if w.values.dtype == torch.uint8:  # a byte has two columns: so have the elements of x
+    odd = None
+    if w.values.dtype == torch.uint8:  # a byte has two columns
         width //= 2
-        pair = torch.int64 if x.itemsize == 4 else torch.int32
-        inputs = inputs.view(-1).view(pair)
+        if T > tuning.FEW and tuning.is_on("apart"):
+            inputs, odd = inputs.view(T, J, 2).movedim(2, 0).contiguous()
+        else:  # so have the elements of x
+            pair = torch.int64 if x.itemsize == 4 else torch.int32
+            inputs = inputs.view(-1).view(pair)
     tiles = triton.cdiv(N, cut.rows)
     y = x.new_empty(T, N // 2 if swiglu else N)
     parts = y  # not used
@@ -446,6 +468,7 @@ def stored_product(x: Tensor, w: Stored, swiglu: bool = False) -> Tensor:
         parts = torch.empty(size, dtype=torch.float32, device=device)
     _product[tiles, cut.shares](
         inputs,
+        odd,
         w.values,
         w.scale,
         w.zero,
@@ -469,6 +492,7 @@ def stored_product(x: Tensor, w: Stored, swiglu: bool = False) -> Tensor:
         EVEN=J % (width * cut.at_once) == 0,
         OFFSET=128 if w.kind == 4 and x.dtype == torch.bfloat16 else 0,
         SWIGLU=swiglu,
+        EARLY=tuning.starts_early(device),
         num_warps=cut.num_warps,
         num_stages=cut.num_stages,
     )
@@ -498,8 +522,7 @@ def dequantized(w: Stored, dtype: torch.dtype) -> Tensor:
 
 
 def torch_product(x: Tensor, w: Stored) -> Tensor:
-    """x Wᵀ + bias by torch, for many rows, or any shape: [T, K] -> [T, N]. If w rounds its inputs,
-    for what `multiplies_8_bits` admits."""
+    """x Wᵀ + bias by torch, for many rows, or any shape: [T, K] -> [T, N]."""
     if w.kind == 16:
         return F.linear(x, w.values, w.bias)
     if not w.rounds:
@@ -511,10 +534,3 @@ def torch_product(x: Tensor, w: Stored) -> Tensor:
         return fused.rescale(sums, x_scale, w_scale, w.bias, x.dtype)
     y = torch._scaled_mm(values, w.values.T, x_scale, w_scale.T, out_dtype=x.dtype)
     return y if w.bias is None else y + w.bias
-
-
-def multiplies_8_bits(x: Tensor, w: Stored) -> bool:
-    """Whether torch multiplies these rows by w in 8 bits."""
-    if w.kind == "fp8" and (x.dtype != torch.bfloat16 or tuning.capability(x.device) < 90):
-        return False
-    return len(x) > 16 and len(w.values) % 16 == 0 and w.columns % 16 == 0

@@ -11,6 +11,9 @@ A row of the contiguous cache is a block of max_len tokens. A negative slot (a c
 padding) stores nothing. Attention's counters, one for each token and key/value head, become 0.
 Invariant: integers, scales and zeros are those of quant.py, to the bit. So divisions are exact
 ones, and halves round to even: to add and subtract 2²³ · 1.5 rounds as the machine does.
+For a few tokens, further programs ask for the weights of the product after attention. These come to
+the L2 cache while attention, whose few programs wait for one read after the other, leaves memory
+idle.
 Costs: a launch a layer.
 
     T tokens · H, G heads · R = H / G · D head size · S tokens of a block
@@ -23,7 +26,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+import gpu.tuning as tuning
 from gpu.flash import LayerStore
+from gpu.tuning import ASKED
 from gpu.unpack import GROUP, PARTS
 from quant import LARGEST, LARGEST_ZERO, SMALLEST_SCALE
 
@@ -35,6 +40,7 @@ TINY = tl.constexpr(SMALLEST_SCALE)
 FAR = tl.constexpr(LARGEST_ZERO)
 MOST8 = tl.constexpr(LARGEST / 127)  # the largest scales, as in quant.stored_scale
 MOST4 = tl.constexpr(LARGEST / 7)
+FETCH = tl.constexpr("cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;")
 SHIFT = tl.constexpr(12582912.0)  # 1.5 · 2^23: a float32 this large has no fraction
 
 
@@ -152,6 +158,15 @@ def _turned(x, cos, sin, norm, eps, i, inside, D: tl.constexpr, ONE: tl.constexp
     return tl.where(d < D // 2, near - far, near + far).to(number.dtype)
 
 
+@triton.jit
+def _fetch(weights, program):
+    """Each of 32 threads asks for some bytes of the weights, and does not wait for them."""
+    thread = program * 32 + tl.arange(0, 32)
+    address = (weights.to(tl.int64) + thread.to(tl.int64) * ASKED).to(tl.uint64)
+    size = tl.full((32,), ASKED, tl.int32)
+    tl.inline_asm_elementwise(FETCH, "=r,l,r", [address, size], tl.int32, False, 1)
+
+
 @triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
 def _store(
     q,
@@ -163,6 +178,7 @@ def _store(
     norm,
     eps,
     arrivals,
+    ahead,
     slot_mapping,
     keys,
     k_scale,
@@ -187,12 +203,19 @@ def _store(
     WIDE: tl.constexpr,
     K_BITS: tl.constexpr,
     V_BITS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A program for (token, key/value head): it stores key and value, and with cos and sin
-    rotates the head's R queries. norm: [2 D], of q, then of k, or None.
+    rotates the head's R queries. norm: [2 D], of q, then of k, or None. Programs from g = G on
+    fetch weights, `ahead`.
     """
+    tuning.begin_early(EARLY)
     t = tl.program_id(0).to(tl.int64)
     g = tl.program_id(1)
+    if ahead is not None:
+        if g >= G:
+            _fetch(ahead, (g - G) * tl.num_programs(0) + tl.program_id(0))
+            return
     pair = tl.arange(0, WIDE // 2)[:, None]
     i = 2 * pair + tl.arange(0, 2)[None, :]  # [WIDE / 2, 2], as 4 bits are packed
     inside = i < D
@@ -257,10 +280,12 @@ def store_vectors(
     arrivals: Tensor,
     rope: "Rope | None",
     norm: "HeadNorm | None" = None,
+    ahead: Tensor | None = None,
 ) -> Tensor:
     """Write k, v: [T, G, D] to their slots, int32[T], in blocks of S tokens -> q: [T, H, D].
 
     With rope q and k are normed and rotated first. arrivals: int32[T, G], attention's counters.
+    ahead: the weights that are read after attention.
     """
     T, G, D = k.shape
     R = q.shape[1] // G
@@ -269,7 +294,11 @@ def store_vectors(
     norm_weight, eps = norm or (None, 0.0)
     if rope is not None:
         turned = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    _store[T, G](
+    fetchers = 0  # of each token
+    if ahead is not None:
+        fetchers = min(ahead.nbytes, tuning.FETCHED) // (32 * ASKED.value * T)
+    early = tuning.starts_early(k.device, T <= tuning.FEW)
+    _store[T, G + fetchers](
         q,
         k,
         v,
@@ -279,6 +308,7 @@ def store_vectors(
         norm_weight,
         eps,
         arrivals,
+        ahead,
         slot_mapping,
         *keys[:3],
         *values[:3],
@@ -294,6 +324,8 @@ def store_vectors(
         max(2, triton.next_power_of_2(D)),
         keys.bits,
         values.bits,
+        early,
         num_warps=1,
+        launch_pdl=early,
     )
     return turned

@@ -14,7 +14,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 from gpu import GPU
 from gpu.flash import LayerStore, flash_attention
-from gpu.graphs import Bucket, empty_metadata, next_steps
+from gpu.graphs import Bucket, BucketMetadata, next_steps
 from gpu.store import store_vectors
 from gpu.tuning import Launch, plan_launches, processors
 from kernels import Ops, attention
@@ -279,7 +279,7 @@ def test_storing_rounds_as_quant_does_to_the_bit(D, bits, contiguous):
 def test_a_draft_too_many_becomes_zero():
     """It has no slot and no keys, and its counters are cleared like all others."""
     cache = PagedCache(KVSpec(1, 2, 16, device=DEVICE), 9, 4)
-    first = empty_metadata(cache, Bucket(sequences=2, each=1, blocks=3))
+    first = BucketMetadata(cache, Bucket(sequences=2, each=1, blocks=3))
     (metadata,) = next_steps(first, torch.zeros(2, dtype=torch.int32, device=DEVICE), 1)
     q, k, v = torch.randn(2, 8, 16, device=DEVICE).split((4, 2, 2), 1)
     with poisoned(), mock.patch("gpu.tuning.LEAST_KEYS", 1):
@@ -298,7 +298,7 @@ def test_a_refilled_bucket_is_the_step_itself():
     other = PagedCache(KVSpec(1, 1, 16, device=DEVICE), 9, 4)
     for store in (cache.keys, cache.values):
         store.parts[0].normal_()
-    metadata = empty_metadata(cache, bucket)
+    metadata = BucketMetadata(cache, bucket)
     pointer = metadata.positions.data_ptr()
     for slices in (
         [([5, 0, 8], 9, 11), ([4], 2, 3)],

@@ -11,10 +11,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
+import gpu
+from checkpoint.config import Config
 from conftest import examples
 from gpu import GPU, fused, products
 from kernels import Linear, Ops
+from model import Llama
+from paged import PagedCache
 from quant import quantize
+from testing.models import SMALL
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # a CPU runs kernels in the interpreter
@@ -74,6 +79,32 @@ def test_everything_is_written_and_nothing_outside(monkeypatch):
     assert len(buffers) == 3
     for buffer, count in buffers:
         assert buffer.isnan().sum() == 128 and not buffer[64 : 64 + count].isnan().any()
+
+
+@torch.inference_mode()
+def test_the_weights_after_attention_are_fetched_when_it_comes_again(monkeypatch):
+    """Of each layer its own, and of two models over one cache, too; of many tokens none."""
+    fetched = []
+
+    def spy(q, *where):
+        fetched.append(where[-1])
+        return q
+
+    monkeypatch.setattr("gpu.store_vectors", spy)
+    monkeypatch.setattr(gpu.flash, "flash_attention", lambda q, *where, arrivals: q)
+    monkeypatch.setattr(gpu.tuning, "fetches", lambda device, T: T <= gpu.tuning.FEW)
+    shape = Config(**SMALL | dict(num_hidden_layers=2))
+    ops = GPU(records=False)
+    models = [Llama(shape, seed=seed, ops=ops).pack_weights() for seed in (0, 1)]
+    cache = PagedCache(models[0].kv_spec(), 64)
+    seq, _ = cache.open(())
+    for count in (1, 1, gpu.tuning.FEW + 1):
+        metadata = cache.extend([(seq, [1] * count)])
+        for llama in models:
+            llama(torch.ones(count, dtype=torch.int64), metadata)
+    wanted = [layer.o.weight.data_ptr() for llama in models for layer in llama.layers]
+    assert [w.data_ptr() for w in fetched[4:8]] == wanted
+    assert fetched[:4] == fetched[8:] == [None] * 4
 
 
 KERNELS = {

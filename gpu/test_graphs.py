@@ -21,13 +21,14 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 from triton.runtime.interpreter import InterpretedFunction
 
 from app.launch import joined
+from automaton import Grammars
 from checkpoint.config import Config
 from drafters import ModelDrafter
 from errors import UserError
 from gpu import GPU, graphs
 from gpu.graphs import rounded
 from gpu.testing import DEVICE, LAUNCH, Kernels, record, recorded
-from grammar import Grammars, GrammarState
+from grammar import GrammarState
 from kernels import Ops, ops_for
 from kvcache import AttentionMetadata, Cache, KVCache, KVSpec, SequenceSlice
 from model import Llama
@@ -96,6 +97,23 @@ def test_shapes_are_few_and_large_enough():
     assert [rounded(n) for n in range(1, 14)] == [1, 2, 3, 4, 6, 6, 8, 8, 12, 12, 12, 12, 16]
     assert all(n <= rounded(n) <= max(n, n * 3 / 2) for n in range(1, 3000))
     assert len({rounded(n) for n in range(1, 1025)}) == 20
+
+
+def test_metadata_is_refilled_in_place_and_padded():
+    """The padding has no slot: m0at/rvllm#32 stored it in slot 0."""
+    cache = PagedCache(KVSpec(1, 1, 16, device=DEVICE), 9, 4)
+    metadata = graphs.BucketMetadata(cache, graphs.Bucket(sequences=3, each=2, blocks=2))
+    buffer = metadata.buffer
+    for _ in range(2):
+        metadata.fill([SequenceSlice([2, 6], 3, 6)])
+        assert metadata.buffer is buffer
+        assert metadata.positions.tolist() == [3, 4, 5, 0, 0, 0]
+        assert metadata.slot_mapping.tolist() == [11, 24, 25, -1, -1, -1]
+        assert metadata.cu_seqlens.tolist() == [0, 3, 3, 3]
+        assert metadata.seq_lens.tolist() == [6, 0, 0]
+        assert metadata.block_tables.tolist() == [[2, 6], [0, 0], [0, 0]]
+        metadata.fill([SequenceSlice([7], 0, 2)] * 3)
+        assert metadata.slot_mapping.tolist() == [28, 29] * 3
 
 
 def test_a_sequence_that_has_all_its_drafts_stores_nothing_more():
@@ -248,7 +266,7 @@ def test_q_has_the_dtype_of_the_round():
 @torch.inference_mode()
 def test_drafts_beside_a_grammar_are_made_one_by_one_with_its_masks():
     """A recorded round sees no masks; only one text of the two has a grammar."""
-    pytest.importorskip("llguidance", reason="requirements-extra.txt is not installed")
+    pytest.importorskip("llguidance", reason="the extra 'server' is not installed")
     spelled = [bytes([40 + id]) for id in range(66)]  # token 66 is the end of a text
     tokenizer = SimpleNamespace(
         vocab_size=67,
@@ -270,7 +288,7 @@ def test_drafts_beside_a_grammar_are_made_one_by_one_with_its_masks():
     assert b"".join(spelled[id] for id in drafted[1].tolist()) in (b"ACD", b"ACE", b"BCD", b"BCE")
     assert q[1].count_nonzero(-1).tolist() == [2, 1, 2, 0]
     assert q[0, :-1].count_nonzero(-1).min() > 9
-    round.masks.works[-1].result()  # the worker has read the last draft, too
+    round.masks.tasks[-1].result()  # the worker has read the last draft, too
     assert requests[1].grammar_state.num_drafts == 3
 
 
@@ -291,7 +309,7 @@ def test_logits_that_are_not_finite_are_an_error_and_cost_no_wait():
         with waits() as times, pytest.raises(UserError, match="logits are not finite"):
             runner.step(scheduled)
         assert len(times) == 1
-        assert all(request.seq < 0 for request in requests)  # they were closed
+        assert all(request.seq is None for request in requests)  # they were closed
 
 
 def test_texts_from_recordings_are_those_without():

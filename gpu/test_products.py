@@ -1,5 +1,6 @@
 """The products against W as numbers, and what the compiler makes of them."""
 
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -14,7 +15,7 @@ from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
 
 from conftest import examples
 from gpu import GPU, fused, in_order, products
-from gpu.products import DTYPES, Stored, fits_kernel, stored_product
+from gpu.products import DTYPES, Stored, multiplier, stored_product
 from gpu.tuning import FEW, ROWS, plan_product
 from kernels import Linear, Ops
 from quant import FORMATS, Quantized, quantize, rounded_product
@@ -101,9 +102,12 @@ def test_product_equals_that_with_the_numbers(T, N, K, layout, group, dtype, wid
 
 
 @pytest.mark.parametrize("swiglu", [False, True])
-@pytest.mark.parametrize("layout", [8, 4, "nf4", "INT8 with zeros"])
-def test_shares_of_the_columns_add_up(layout, swiglu):
+@pytest.mark.parametrize(
+    "layout, off", [*product((8, 4, "nf4", "INT8 with zeros"), [""]), (4, "apart")]
+)
+def test_shares_of_the_columns_add_up(layout, off, swiglu, monkeypatch):
     """Few tiles of many columns: several programs a tile, twice, as the counters allow."""
+    monkeypatch.setenv("LLAMA_GPU_OFF", off)
     torch.manual_seed(0)
     w = laid_out(torch.randn(136, 1024), layout, 64)
     assert plan_product(FEW + 1, 136, 1024, w.bits, 64 * (w.scale.shape[1] > 1), 4).shares > 2
@@ -280,7 +284,7 @@ def test_what_no_kernel_takes_is_multiplied_by_torch():
         (64, 64, torch.float64),
     ):
         w = quantize(torch.randn(6, K), 4, group)
-        assert dtype == torch.float64 or not fits_kernel(torch.zeros(3, K), stored(w))
+        assert multiplier(torch.zeros(3, K, dtype=dtype), stored(w)) != "kernel"
         x = torch.randn(3, K, dtype=dtype)
         for found, wanted in zip(outputs(GPU(), x, w), outputs(Ops(), x, w)):
             torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)

@@ -108,6 +108,7 @@ def counted() -> Iterator[dict[str, set[str]]]:
         mock.patch.object(graphs, "record", lambda run: run),
         mock.patch("torch.empty", torch.zeros),
         mock.patch("torch.empty_like", torch.zeros_like),
+        mock.patch("gpu.tuning.has_sm_90", lambda device: True),
     ):
         yield variants
 
@@ -156,7 +157,9 @@ def engine(
 def test_an_engine_of_many_texts_compiles_nothing_in_the_middle_of_serving(
     bits, draft_bits, kv_bits, records, base
 ):
-    """As many variants as are needed: of attention, with and without a split, 16 to 128 rows."""
+    """As many variants as are needed: of attention, with and without a split, 16 to 128 rows; of
+    storing, for many tokens, and for few, which start early and then fetch weights, too (of
+    each precision)."""
     with counted() as first:
         batcher = engine(base, GPU(records), bits, draft_bits, 70, kv_bits).batcher
     with counted() as later:
@@ -164,7 +167,7 @@ def test_an_engine_of_many_texts_compiles_nothing_in_the_middle_of_serving(
     assert {"_attend", "_store", "_edge"} <= later.keys() <= first.keys()
     for name in later:
         assert later[name] <= first[name], name
-    for name, wanted in ("_attend", 4 * 2), ("_store", 1):
+    for name, wanted in ("_attend", 4 * 2), ("_store", 3 + (draft_bits is not None)):
         assert len(first[name]) == wanted
 
 
@@ -178,7 +181,8 @@ def test_the_steps_that_test_layer_checks_are_all_variants_of_a_warm_up(
     with counted() as checked:
         for past, step in product(PASTS, STEPS):
             metadata = open_texts(llama.kv_spec(widths(kv_bits)), step, past)
-            llama(torch.ones(sum(step), dtype=torch.int64), metadata)
+            for _ in range(2):  # as there: the second one fetches weights
+                llama(torch.ones(sum(step), dtype=torch.int64), metadata)
     with counted() as first:
         engine(base, GPU(), bits, None, 70, kv_bits)
     assert {"_attend", "_store"} <= checked.keys()
@@ -188,9 +192,10 @@ def test_the_steps_that_test_layer_checks_are_all_variants_of_a_warm_up(
 
 def test_an_engine_of_one_text_launches_nothing_before_its_text(base):
     """It would wait for variants that it never uses."""
+    ops = GPU()
     with counted() as variants:
-        engine(base, GPU(), 16, 16, max_batch=1)
-    assert not variants
+        runner = engine(base, ops, 16, 16, max_batch=1).runner
+    assert not variants and runner.budget == ops.step_budget
 
 
 @torch.inference_mode()

@@ -27,7 +27,7 @@ import triton.language as tl
 import quant
 
 GROUP = tl.constexpr(quant.KEY_GROUP)
-PARTS = tl.constexpr(quant.PARTS)
+PARTS = tl.constexpr(quant.ZERO_FRACTION)
 
 # Four bytes at a time: K8 makes float16, V8 and V4 make bfloat16. prmt picks bytes of two words, by
 # the nibbles of the last operand; lop3 with 0xea is (a & b) | c.

@@ -16,7 +16,7 @@ replayed CUDA graph is one launch, and belongs to the phase that launched it.
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from torch.profiler import profile, record_function
 from app.shell import say
 from checkpoint.files import check_file, new_file
 from drafters import Chain
+from eagle import EagleHead
 from kernels import Ops
 from model import Llama
 from speculative import Proposal, Round
@@ -49,15 +50,22 @@ class TimedOps:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.ops, name)
 
-    def whole_passes(self, llama: Llama) -> Ops:
+    def whole_passes(self, llama: Llama | EagleHead) -> Ops:
         """Who runs a whole pass: on a CPU the plain loops, which call the operations above."""
         return self.ops if llama.device.type == "cuda" else Ops()
 
     def forward(self, llama: Llama, *arguments: Any) -> Tensor:
+        return self.timed(self.whole_passes(llama).forward, llama, *arguments)
+
+    def forward_head(self, head: EagleHead, *arguments: Any) -> Tensor:
+        return self.timed(self.whole_passes(head).forward_head, head, *arguments)
+
+    def timed(self, run: Callable[..., Tensor], *arguments: Any) -> Tensor:
+        """A pass, in the range of its phase unless a chain of drafts has one already."""
         if self.is_drafting:
-            return self.whole_passes(llama).forward(llama, *arguments)
+            return run(*arguments)
         with record_function(self.phase):
-            return self.whole_passes(llama).forward(llama, *arguments)
+            return run(*arguments)
 
     def chain(self, chain: Chain, round: Round) -> Proposal:
         self.is_drafting = True

@@ -12,7 +12,7 @@ from checkpoint.weights import weight_bytes
 from kvcache import KVSpec
 from measure import gpu_cases, gpu_parts, gpu_peers
 from measure.gpu_parts import SHAPES, random_engine, random_model, stopwatch
-from measure.serving import random_request
+from measure.serving import random_request, serve
 from measure.sizes import QUICK, Sizes
 from model import Llama
 
@@ -37,8 +37,8 @@ def test_each_case_runs_and_fills_its_columns(name, monkeypatch):
 def test_the_rng_accepts_with_its_probability_whatever_the_models_say(alpha):
     zeros = torch.zeros(4000, dtype=torch.int64)
     rng = gpu_cases.BiasedRng(torch.arange(4000), zeros, alpha=alpha)
-    stands = rng.accept(torch.tensor([[0.001, 1.0, 0.0]]).expand(4000, 3))
-    first, second, absent = stands.float().mean(0)
+    passed = rng.accept(torch.tensor([[0.001, 1.0, 0.0]]).expand(4000, 3))
+    first, second, absent = passed.float().mean(0)
     assert abs(first - alpha) < 0.02 and abs(second - alpha**2) < 0.02 and absent == 0
     assert rng[:10].alpha == alpha
     assert isinstance(rng[[1, 2]], gpu_cases.BiasedRng)
@@ -90,6 +90,35 @@ def test_a_cpu_speculates_in_few_bits(monkeypatch):
     ((name, *gains),) = results["gpu"]["speculation"]["rows"]
     assert name == "INT4, INT8, 0.7" and loaded == ["INT4", "INT8"]
     assert all(float(gain) > 0 for gain in gains)
+
+
+@torch.inference_mode()
+def test_a_server_reads_every_prompt_that_it_is_timed_with(monkeypatch):
+    """Prompts of the turn before would be in the prefix cache."""
+    turns = []
+
+    def spy(engine, requests):
+        turns.append({tuple(request.tokens[:3]) for request in requests})
+        return serve(engine, requests)
+
+    monkeypatch.setattr(gpu_cases, "serve", spy)
+    gpu_cases.serving_row(QUICK, 4)
+    before, timed = turns
+    assert not before & timed
+
+
+def test_peers_get_as_few_key_value_heads_as_ours(monkeypatch):
+    c = SHAPES["tiny"]
+    seen = []
+    monkeypatch.setattr(gpu_peers, "stopwatch", lambda run, sizes: run)
+    monkeypatch.setattr(
+        gpu_peers.F,
+        "scaled_dot_product_attention",
+        lambda q, k, v, **options: seen.append((k.shape[1], options["enable_gqa"])),
+    )
+    for backend in ("FLASH_ATTENTION", "CUDNN_ATTENTION"):
+        gpu_peers.sdpa(backend, QUICK, 2, 1)()
+    assert seen == [(c.num_key_value_heads, True)] * 2
 
 
 def test_shapes_are_those_of_the_models():

@@ -1,11 +1,12 @@
 """Model folders, such as a user might have."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from checkpoint.config import Config
 from model import Llama
@@ -90,3 +91,40 @@ def write_model(
     (folder / "generation_config.json").write_text(json.dumps(generation or {}))
     write_tokenizer(folder, template)
     return folder
+
+
+CHANGES = {  # what damage makes of a tensor
+    "short": lambda x: x[:-1].clone(),
+    "narrow": lambda x: x[:, :-1].contiguous(),
+    "one": lambda x: x[:1].clone(),
+    "a number": lambda x: x[0].clone(),
+    "reversed": lambda x: x.flip(0),
+    "plus_one": lambda x: x + 1,
+    "negative": lambda x: x - 2**31,
+    "zeros": torch.zeros_like,
+    "NaN": lambda x: x * math.nan,
+    "brackets": lambda x: torch.full((4096,), ord("["), dtype=torch.uint8),
+    "not lowered, 4": lambda x: x + 0x11111111,  # zeros of GPTQ, in words of 8 and of 4
+    "not lowered, 8": lambda x: x + 0x01010101,
+}
+
+
+def change_tensors(folder: Path, names: str, change: str) -> None:
+    """Tensors whose names end so are missing, or of another dtype, or as CHANGES says; a state in
+    JSON gets these fields, or becomes this number."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for name in [name for name in tensors if name.endswith(names)]:
+        x = tensors.pop(name)
+        if change in CHANGES:
+            x = CHANGES[change](x)
+        elif change[0] in "{1":
+            state = json.loads(bytes(x.tolist()))
+            new = json.loads(change)
+            new = state | new if isinstance(new, dict) else new
+            x = torch.tensor([*json.dumps(new).encode()], dtype=torch.uint8)
+        elif change != "missing":
+            x = x.to(getattr(torch, change))
+        if change != "missing":
+            tensors[name] = x
+    save_file(tensors, file)

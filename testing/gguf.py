@@ -3,6 +3,7 @@
 import math
 import random
 import struct
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,24 @@ def strings(values: list[str]) -> bytes:
     return struct.pack("<IIQ", 9, 8, len(values)) + b"".join(map(text, values))
 
 
+def value_of(value: Any) -> bytes:
+    """A value as a converter stores it; bytes are one already."""
+    match value:
+        case bytes():
+            return value
+        case str():
+            return string(value)
+        case [str(), *_]:
+            return strings(value)
+        case [first, *_]:
+            return numbers("f" if isinstance(first, float) else "i", value)
+        case bool():
+            return number("?", value)
+        case float():
+            return number("f", value)
+    return number("i" if value < 0 else "I", value)
+
+
 class Stored:
     """A tensor in a file; whatever is given explicitly is written as it is given."""
 
@@ -55,7 +74,7 @@ class Stored:
 
 def write(
     file: Path,
-    metadata: list[tuple[str, bytes]] = (),
+    metadata: Iterable[tuple[str, Any]] = (),
     tensors: list[tuple[str, Stored]] = (),
     version: int = 3,
     alignment: int = 32,
@@ -65,7 +84,7 @@ def write(
     content += struct.pack("<Q", lies.get("num_tensors", len(tensors)))
     content += struct.pack("<Q", lies.get("num_metadata", len(metadata)))
     for key, value in metadata:
-        content += text(key) + value
+        content += text(key) + value_of(value)
     data = b""
     for name, stored in tensors:
         data += bytes(-len(data) % alignment)
@@ -96,12 +115,12 @@ def random_blocks(type: str, rows: int, columns: int, seed: int = 0) -> Tensor:
 
 
 METADATA = [
-    ("general.architecture", string("llama")),
+    ("general.architecture", "llama"),
     *((f"number.{code}", number(code, 1)) for code in CODES),
     *((f"numbers.{code}", numbers(code, [0, 1, 1])) for code in CODES),
     ("signed", numbers("q", [-(2**63), 2**63 - 1])),
     ("no numbers", numbers("f", [])),
-    ("tokens", strings(["", "▁the", "Ġ\u0000", "😀"])),
+    ("tokens", ["", "▁the", "Ġ\u0000", "😀"]),
 ]
 
 SMALL = Stored("F32", [3], struct.pack("<3f", 1, 2, 3))
@@ -131,14 +150,11 @@ EMBEDDING = ("token_embd.weight", Stored("F32", [40, 256], bytes(40 * 256 * 4)))
 THEIRS = {ours: theirs for theirs, ours in MODULES.items()}
 
 
-def settings_of(config: dict[str, Any]) -> dict[str, bytes]:
+def settings_of(config: dict[str, Any]) -> dict[str, Any]:
     """The metadata of a config.json."""
     kind = config.get("model_type", "llama")
-    metadata = {"general.architecture": string(kind)}
-    for ours, theirs in GGUF_SETTINGS.items():
-        value = config[ours]
-        metadata[f"{kind}.{theirs}"] = number("I" if isinstance(value, int) else "f", value)
-    return metadata
+    named = {f"{kind}.{theirs}": config[ours] for ours, theirs in GGUF_SETTINGS.items()}
+    return {"general.architecture": kind} | named
 
 
 def gguf_name(name: str) -> str:
@@ -189,21 +205,21 @@ def write_model(file: Path, types: dict[str, str], **changes: Any) -> Llama:
             stored = Stored(type, shape, raw(interleaved(blocks, name, config)))
         tensors.append((gguf_name(name), stored))
     fill_model(llama, filled.items())
-    write(file, list(settings_of(config).items()), tensors)
+    write(file, settings_of(config).items(), tensors)
     return llama
 
 
-def spm_gguf(file: Path, more: dict[str, int] = {}, **changes: bytes) -> Path:
+def spm_gguf(file: Path, more: dict[str, int] = {}, **changes: Any) -> Path:
     """test_pieces' vocabulary. more: tokens behind it, text -> kind."""
     kinds = {"<unk>": 2, "<s>": 3, "</s>": 3, "[PAD]": 5} | dict.fromkeys(BYTES, 6) | more
     texts = [*vocabulary(), "[PAD]", *more]
     metadata = {
-        "tokenizer.ggml.model": string("llama"),
-        "tokenizer.ggml.tokens": strings(texts),
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": texts,
         "tokenizer.ggml.scores": numbers("f", [-float(i) for i in range(len(texts))]),
-        "tokenizer.ggml.token_type": numbers("i", [kinds.get(piece, 1) for piece in texts]),
-        "tokenizer.ggml.bos_token_id": number("I", 1),
-        "tokenizer.ggml.eos_token_id": number("I", 2),
-        "tokenizer.chat_template": string("{{ bos_token }}{{ messages[0].content }}"),
+        "tokenizer.ggml.token_type": [kinds.get(piece, 1) for piece in texts],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.chat_template": "{{ bos_token }}{{ messages[0].content }}",
     }
-    return write(file, list((metadata | changes).items()), [EMBEDDING])
+    return write(file, (metadata | changes).items(), [EMBEDDING])

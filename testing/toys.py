@@ -1,16 +1,19 @@
 """Toys whose distributions can be enumerated, and runners that play them."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from itertools import product
 from typing import NamedTuple
+from unittest.mock import patch
 
+import pytest
 import torch
 from torch import Tensor
 
+from automaton import Grammars
 from drafters import Drafter, ModelDrafter, NgramDrafter, SelfDrafter
-from grammar import Grammars
 from kernels import Ops
 from kvcache import KVCache, KVSpec
 from model import Llama
@@ -164,6 +167,15 @@ class PaddedRng(WalkingRng):
         picked = torch.zeros(len(probs), dtype=torch.int64)
         picked[rows] = WalkingRng([self.branches[row] for row in rows]).pick(probs[rows])
         return picked
+
+
+@contextmanager
+def several_tokens(target: Llama | Toy, n: int) -> Iterator[None]:
+    """In the block its steps without drafts draw n tokens of each request, as on a GPU."""
+    ops = pytest.importorskip("gpu.steps").MultiStep()
+    ops.multi_step = n
+    with patch.object(target.ops, "run_rounds", ops.run_rounds):
+        yield
 
 
 def distributions_of(

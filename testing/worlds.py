@@ -6,10 +6,10 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from automaton import Grammars
 from batcher import Batcher
 from drafters import Drafter, ModelDrafter, NgramDrafter, SelfDrafter
 from eagle import EagleDrafter
-from grammar import Grammars
 from kvcache import Cache, KVCache, KVSpec
 from model import Llama
 from quant import Bits

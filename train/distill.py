@@ -44,8 +44,8 @@ from batcher import Batcher
 from checkpoint.config import Config
 from checkpoint.hub import find_folder
 from checkpoint.save import copy_files, save_model
+from devices import find_device
 from errors import UserError
-from kernels import find_device
 from kvcache import AttentionMetadata, KVCache
 from model import Llama
 from request import Request, Settings

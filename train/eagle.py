@@ -57,10 +57,11 @@ from checkpoint.hub import find_model
 from checkpoint.load import open_checkpoint
 from checkpoint.progress import progress_bar
 from checkpoint.save import save_folder
+from devices import find_device
 from eagle import EagleHead
 from errors import UserError
 from generate import Engine
-from kernels import HeadNorm, Ops, find_device, rotated
+from kernels import HeadNorm, Ops, rotated
 from kvcache import AttentionMetadata
 from loading import Model
 from model import Llama, Rope
@@ -249,7 +250,7 @@ def unroll(
         step = copy(metadata)
         step.positions = metadata.positions + s
         following = shifted(tokens, 1 + s).flatten()  # [T], −1: there is none
-        z = head.rows(z, following.clamp(min=0), step)
+        z = head(z, following.clamp(min=0), step)
         rows = predicting_rows(batch, 2 + s)
         steps.append((head.draft_logits(z[rows]), rows))
     return steps

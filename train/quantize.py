@@ -27,8 +27,8 @@ from checkpoint.formats import Quantization
 from checkpoint.hub import find_folder
 from checkpoint.save import TOKENIZER_FILES, copy_files, save_folder
 from checkpoint.tensors import Checkpoint
+from devices import find_device
 from errors import UserError
-from kernels import find_device
 from model import Llama
 from quant import FORMATS
 from tokenizer import Tokenizer

@@ -16,8 +16,8 @@ from errors import UserError
 from kvcache import KVCache
 from model import Llama
 from quant import FORMATS
-from testing.folders import write_model
-from testing.programs import check_refusals, largest_file
+from testing.folders import change_tensors, write_model
+from testing.programs import check_refusals, largest_file, told
 from tokenizer import Tokenizer
 from train import calibrate, quantize
 
@@ -153,24 +153,21 @@ def small(tmp_path_factory):
     return folder
 
 
-def change(folder: Path, **recipe) -> None:
-    data = json.loads((folder / "config.json").read_text())
-    data["quantization_config"] |= recipe
-    (folder / "config.json").write_text(json.dumps(data))
-
-
-def change_tensor(folder: Path, name: str, new) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    tensor = tensors.pop(name)
-    save_file(tensors | ({name: new(tensor)} if new else {}), folder / "model.safetensors")
-
-
-def drop_column(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor[:, :-1].contiguous()
-
-
-DOWN = "model.layers.1.mlp.down_proj.weight"
-EMBED = "model.embed_tokens.weight"
+DAMAGE = told(  # bits; settings, or tensors and their change → what is said
+    r"""
+    4 {"group": 64} → weight_(scale|zero) in .* is \[24, 3\]
+    4 {"bits": 8} → q_proj.weight in .* is (U8|\[24, 12\])
+    8 {"bits": 4} → q_proj.weight in .* is I8; weights must be U8
+    4 {"head_bits": 16} → embed_tokens.weight in .* is I8; weights must
+    4 1.mlp.down_proj.weight_scale missing → _scale \[24, 3\] is missing from
+    4 1.mlp.down_proj.weight_zero missing → _zero \[24, 3\] is missing
+    8 1.mlp.down_proj.weight_scale missing → down.*_scale \[24, 1\] is missing
+    8 embed_tokens.weight_scale missing → \[261, 1\] is missing
+    8 1.mlp.down_proj.weight float32 → is F32; weights must be I8
+    8 1.mlp.down_proj.weight narrow → down_proj.weight .* is \[24, 69\]
+    8 1.mlp.down_proj.weight_scale int8 → weight_scale in .* is I8
+    """
+)
 
 
 def test_damaged_folder_is_refused_before_memory_is_asked_for(tmp_path, small, monkeypatch):
@@ -181,28 +178,15 @@ def test_damaged_folder_is_refused_before_memory_is_asked_for(tmp_path, small, m
         create(self, config, device, *rest, **more)
 
     monkeypatch.setattr(Llama, "__init__", only_meta)
-    scale = DOWN + "_scale"
-    for i, (bits, harm, says) in enumerate(
-        [
-            (4, lambda f: change(f, group=64), r"weight_(scale|zero) in .* is \[24, 3\]"),
-            (4, lambda f: change(f, bits=8), r"q_proj.weight in .* is (U8|\[24, 12\])"),
-            (8, lambda f: change(f, bits=4), r"q_proj.weight in .* is I8; weights must be U8"),
-            (4, lambda f: change(f, head_bits=16), "embed_tokens.weight in .* is I8; weights must"),
-            (4, lambda f: change_tensor(f, scale, None), r"_scale \[24, 3\] is missing from"),
-            (4, lambda f: change_tensor(f, DOWN + "_zero", None), r"_zero \[24, 3\] is missing"),
-            (8, lambda f: change_tensor(f, scale, None), r"down.*_scale \[24, 1\] is missing"),
-            (8, lambda f: change_tensor(f, EMBED + "_scale", None), r"\[261, 1\] is missing"),
-            (8, lambda f: change_tensor(f, DOWN, torch.Tensor.float), "is F32; weights must be I8"),
-            (
-                8,
-                lambda f: change_tensor(f, DOWN, drop_column),
-                r"down_proj.weight .* is \[24, 69\]",
-            ),
-            (8, lambda f: change_tensor(f, scale, torch.Tensor.char), "weight_scale in .* is I8"),
-        ]
-    ):
-        folder = shutil.copytree(small / str(bits), tmp_path / str(i))
-        harm(folder)
+    for i, (damage, says) in enumerate(DAMAGE):
+        bits, change = damage.split(" ", 1)
+        folder = shutil.copytree(small / bits, tmp_path / str(i))
+        if change.startswith("{"):
+            config = json.loads((folder / "config.json").read_text())
+            config["quantization_config"] |= json.loads(change)
+            (folder / "config.json").write_text(json.dumps(config))
+        else:
+            change_tensors(folder, *change.split(" "))
         with pytest.raises(UserError, match=says):
             Llama.load(folder, "cpu")
 
