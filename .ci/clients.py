@@ -173,9 +173,10 @@ def use_agents(base: str, streams: bool) -> str:
 def use_instructor(base: str, streams: bool) -> str:
     import instructor
     import openai
-    from pydantic import BaseModel
+    from pydantic import BaseModel, ConfigDict
 
     class Said(BaseModel):
+        model_config = ConfigDict(extra="forbid")  # a tiny model would go on for long
         word: Literal["dog", "cat"]
 
     client = openai.OpenAI(base_url=base, api_key="none", max_retries=0)
