@@ -265,8 +265,8 @@ def names_model(draft: DraftName) -> bool:
 
 
 def check_draft(draft: DraftName, bits: Kind | None) -> None:
-    """What is wrong with a draft's name or bits, reported before any weights are loaded: UserError, or
-    FileNotFoundError. bits: as of `load_draft`."""
+    """UserError or FileNotFoundError if a draft's name or bits are wrong, before any weights are
+    loaded. bits: as of `load_draft`."""
     if names_model(draft):
         draft_config(find_model(draft, DRAFTS), bits)
     elif bits is not None and (draft, bits) != ("self", 4):  # it has 4 bits anyway
