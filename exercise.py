@@ -134,6 +134,16 @@ EXERCISES = (
         flags="--draft tiny-draft --verify coupled",
     ),
     Exercise(
+        page="gamma.py",
+        function="speed_ups",
+        teaches="how many drafts pay: tokens of a round over its cost",
+        tests=(
+            "test_gamma.py::test_speed_ups_by_hand",
+            "test_gamma.py::test_auto_reaches_the_best_fixed_gamma",
+        ),
+        flags="--draft ngram",
+    ),
+    Exercise(
         page="batcher.py",
         function="schedule",
         teaches="plan a step: running texts, preemption, admission",

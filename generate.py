@@ -314,7 +314,7 @@ def prepare(
 ) -> tuple[Engine, list[OutputStream]]:
     """An engine for these prompts, and a stream for each.
 
-    draft: a model, "ngram" or "self". draft_bits: see `load_draft`. system, chat: see
+    draft: a model, "ngram", "self" or "ngram,NAME". draft_bits: see `load_draft`. system, chat: see
     `Model.encode`. show: is called with each new piece of text, and how its last token came about
     (request.py). named: device, dtype, bits and plain of `Model.load`; fields of `Options` and of
     `Settings`. Unless `verify` is "coupled", an output depends on the draft, too, and on how many

@@ -25,11 +25,12 @@ from checkpoint.generation import GenerationConfig
 from checkpoint.hub import find_model
 from checkpoint.load import default_bits, draft_config, load_eagle
 from devices import free_memory
-from drafters import Drafter, ModelDrafter, NgramDrafter, SelfDrafter
+from drafters import Drafter, ModelDrafter, SelfDrafter
 from eagle import EagleDrafter, EagleHead
 from errors import UserError
 from kernels import Ops
 from kvcache import Cache
+from lookup import FirstLookUp, History, LookupDrafter
 from model import Llama
 from quant import Kind, widths
 from request import Message, Request, Settings
@@ -55,6 +56,7 @@ class Model:
         self.folder = folder
         self.eos_token_ids = self.recommended.all_ends(llama.config, tokenizer)
         self.grammars = Grammars(tokenizer, self.eos_token_ids)
+        self.history = History()  # of all its requests, for drafts that are looked up
 
     @classmethod
     def load(
@@ -198,8 +200,17 @@ DraftName = str | Path | Model | Draft | None
 
 
 def ngram_draft(model: Model) -> Draft:
-    """`--draft ngram`: look back in the text."""
-    return Draft(lambda cache: NgramDrafter())
+    """`--draft ngram`: look back in all requests."""
+    return Draft(lambda cache: LookupDrafter(model.history))
+
+
+def look_up_first(model: Model, draft: Draft) -> Draft:
+    """`--draft ngram,NAME`: look back, and let this draft where nothing likelier is found."""
+
+    def make(cache: Cache) -> Drafter:
+        return FirstLookUp(LookupDrafter(model.history), draft.make(cache))
+
+    return draft._replace(make=make)
 
 
 def int4_draft(model: Model) -> Draft:
@@ -228,6 +239,14 @@ def int4_draft(model: Model) -> Draft:
 DRAFTS: dict[str, Callable[[Model], Draft]] = {"ngram": ngram_draft, "self": int4_draft}
 
 
+LOOK_UP = "ngram,"  # and the name of another draft
+
+
+def looks_up_first(draft: Any) -> bool:
+    """Whether this is the name of a draft that is asked where a look-up finds nothing likelier."""
+    return isinstance(draft, str) and draft.startswith(LOOK_UP)
+
+
 def names_model(draft: Any) -> bool:
     """Whether this is the name of a model that drafts, not loaded yet."""
     return not isinstance(draft, Model | Draft | None) and draft not in [*DRAFTS]
@@ -236,7 +255,9 @@ def names_model(draft: Any) -> bool:
 def check_draft(name: DraftName, bits: Kind | None) -> None:
     """What is wrong with a draft's name or bits, told before any weights are loaded: UserError, or
     FileNotFoundError. bits: as of `load_draft`."""
-    if names_model(name):
+    if looks_up_first(name):
+        check_draft(name.removeprefix(LOOK_UP), bits)
+    elif names_model(name):
         draft_config(find_model(name, DRAFTS), bits)
     elif bits is not None and (name, bits) != ("self", 4):  # it has 4 bits anyway
         raise UserError(
@@ -252,10 +273,13 @@ def load_draft(
     bits: Kind | None = None,
 ) -> Draft | None:
     """The draft of this name: an entry of `DRAFTS`, an EAGLE head for this target, or a model with
-    the target's vocabulary, which is loaded on the target's device. dtype: of a model (a head has
+    the target's vocabulary, which is loaded on the target's device; or one of these after "ngram,".
+    dtype: of a model (a head has
     the target's). bits: of its weights; None: the target's, or those that it is stored in
     (`default_bits`)."""
     check_draft(name, bits)
+    if looks_up_first(name):
+        return look_up_first(model, load_draft(name.removeprefix(LOOK_UP), model, dtype, bits))
     target = model.llama
     if names_model(name):
         folder = find_model(name, DRAFTS)

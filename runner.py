@@ -125,13 +125,13 @@ class ModelRunner:
     ):
         self.target = target
         self.cache = cache
-        self.drawing = drawing
         self.has_drafter = drafter is not None
         self.drafter = drafter or Drafter()
+        self.drawing = drawing._replace(coupled=drawing.coupled or self.drafter.is_coupled)
         self.budget = budget
         self.grammars = grammars
         self.auto_gamma = AutoGamma()
-        self.next_gamma = 0  # drafts of the next round, for requests that do not fix their number
+        self.batch_size = 1  # requests of the last rounds
 
     # ---- Requests
 
@@ -212,7 +212,8 @@ class ModelRunner:
         most = min(request.num_remaining, self.budget) - 1  # a round makes one token more
         wanted = request.settings.gamma
         if wanted is None:  # a fixed γ ignores `room`: it must not depend on the texts beside it
-            wanted = min(self.next_gamma, max(0, room))
+            pay = self.auto_gamma.choose(self.batch_size, self.drafter.chances(request))
+            wanted = min(pay, max(0, room))
         wanted = min(wanted, most)
         return self.drafter.most(request, wanted) if wanted > 0 else 0
 
@@ -263,20 +264,20 @@ class ModelRunner:
             seconds = time.perf_counter() - start  # `run_rounds` has waited for the device
             if len(live_graphs) > num_graphs:  # this step recorded what later ones replay
                 is_typical = False
-            self._choose_gamma(rounds, seconds, is_typical)
+            self._observe(rounds, seconds, is_typical)
         return new_tokens
 
-    def _choose_gamma(
+    def _observe(
         self, rounds: Sequence[ScheduledRequest], seconds: float, is_typical: bool
     ) -> None:
-        """Choose γ of the next step, from what this one took and made."""
+        """Learn from what a step took and made, for the number of drafts of the next."""
         # All processes must choose the same.
         nanoseconds, is_typical = self.target.group.agree([int(1e9 * seconds), is_typical])
         if is_typical:
-            num_drafts = [item.num_drafts for item in rounds]
-            num_accepted = [item.request.rounds[-1].num_accepted for item in rounds]
-            self.auto_gamma.observe(num_drafts, num_accepted, 1e-9 * nanoseconds)
-        self.next_gamma = self.auto_gamma.choose(len(rounds))
+            self.auto_gamma.observe([item.num_drafts for item in rounds], 1e-9 * nanoseconds)
+        for item in rounds:
+            self.drafter.observe(item.request)
+        self.batch_size = len(rounds)
 
     def _is_typical(self, scheduled: Sequence[ScheduledRequest]) -> bool:
         """Whether a step's time is only that of its rounds: no request has its first round or reads

@@ -128,7 +128,7 @@ def add_model_flags(p: argparse._ArgumentGroup) -> None:
     p.add_argument(
         "--draft",
         help="a smaller model or an EAGLE-3 head, named like --target, or tiny-draft, "
-        "tiny-eagle; ngram: looks back; self: INT4 copy",
+        "tiny-eagle; ngram: looks back; self: INT4 copy; ngram,NAME: looks back first",
     )
     add_settings(p)
     p.add_argument(
