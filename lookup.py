@@ -76,9 +76,9 @@ class History:
         # By the id of a list: the list, and how many of its tokens are in `places`.
         self.texts: dict[int, tuple[list[int], int]] = {}
         self.ended: dict[int, int] = {}  # the number of tokens of those that have ended
-        # Of each class, how many votes were right, and how many there were; with half a vote before
-        # the first.
-        self.right = defaultdict[Votes, list[float]](lambda: [0.5, 1.0])
+        # Of each class, how many votes were right, and how many there were; before the first, as if
+        # one of three had been right.
+        self.right = defaultdict[Votes, list[float]](lambda: [1.0, 3.0])
 
     def update(self, text: list[int]) -> None:
         """Index the tokens that are new."""

@@ -81,20 +81,20 @@ def test_chances_are_learnt_from_every_token_drafted_or_not():
     drafter = LookupDrafter()
     request = Request([5, 6, 7, 8, 9, 5, 6], Settings(seed=0, gamma=0))
     found = drafter.look_up(request)
-    assert found.tokens == [7, 8, 9, 5, 6]
-    assert found.classes == [(n, 4) for n in (2, 3, 4, 5, 6)]
-    assert found.chances == [0.5**j for j in range(1, 6)]  # nothing is known yet
+    assert found.tokens == [7, 8, 9, 5]  # the next would be below LEAST_CHANCE
+    assert found.classes == [(n, 4) for n in (2, 3, 4, 5)]
+    assert found.chances == pytest.approx([3**-j for j in range(1, 5)])  # nothing is known yet
     drafter.history.learn(found, [7, 8, 1, 1])
     known = drafter.history.right
     assert [known[2, 4], known[3, 4], known[4, 4], known[5, 4]] == [
-        [1.5, 2.0],
-        [1.5, 2.0],
-        [0.5, 2.0],
-        [0.5, 1.0],
+        [2.0, 4.0],
+        [2.0, 4.0],
+        [1.0, 4.0],
+        [1.0, 3.0],
     ]
     again = drafter.history.look_up(request.tokens, 9)
-    assert again.chances[:3] == [1.5 / 2, (1.5 / 2) ** 2, (1.5 / 2) ** 2 / 4]
-    costs = [1 + 0.1 * k for k in range(1, 17)]
+    assert again.chances[:3] == [1 / 2, 1 / 4, 1 / 16]
+    costs = [1 + 0.12 * k for k in range(1, 17)]
     gains = speed_ups(again.chances, costs)
     assert gains.index(max(gains)) == 2
 
@@ -173,7 +173,7 @@ class Sure(Drafter):
         return proposal
 
 
-@pytest.mark.parametrize("alpha, looked_up", [(0.4, True), (0.5, True), (0.6, False)])
+@pytest.mark.parametrize("alpha, looked_up", [(0.3, True), (1 / 3, True), (0.4, False)])
 def test_the_likelier_first_draft_decides_who_drafts(alpha, looked_up):
     drafter = FirstLookUp(LookupDrafter(), Sure())
     drafter.other.acceptance.alpha = alpha
