@@ -48,6 +48,9 @@ STACK = 2**27  # bytes, because llguidance recurses once for each rule of a gram
 # Without this, where the next bytes are certain, a mask allows only the tokenizer's own spelling.
 HEADER = '%llguidance {"no_forcing": true}\n'
 # If white space were free, a small model might write nothing else.
+FORMATS = (  # the formats of strings that llguidance follows; only validators know others
+    "date-time time date duration email hostname ipv4 ipv6 uuid uri unknown"
+).split()
 JSON_OPTIONS = {"x-guidance": {"whitespace_flexible": False}}
 
 
@@ -58,7 +61,7 @@ def load_llguidance() -> ModuleType:
     except ImportError:
         raise UserError(
             "a schema, regex, choice or grammar needs the package llguidance: "
-            "pip install -r requirements-extra.txt"
+            "pip install '.[server]'"
         ) from None
     return llguidance
 
@@ -155,8 +158,7 @@ def run_in_thread(function: Callable[[], Any]) -> Future:
 def lark_of(grammar: Grammar) -> str:
     """The grammar in Lark."""
     if grammar.notation == "schema":
-        schema = JSON_OPTIONS | json.loads(grammar.text)
-        return "start: %json " + json.dumps(schema)
+        return "start: %json " + json.dumps(JSON_OPTIONS | read_schema(grammar.text))
     if grammar.notation == "regex":
         compiled = load_llguidance().LLMatcher.grammar_from_regex(grammar.text)
         return json.loads(compiled)["grammars"][0]["lark_grammar"]
@@ -164,6 +166,17 @@ def lark_of(grammar: Grammar) -> str:
         # One terminal, because each alternative of a rule would count towards LIMITS.
         return "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, grammar.text))
     return grammar.text
+
+
+def read_schema(text: str) -> dict[str, Any]:
+    """A JSON schema without the formats that llguidance refuses."""
+
+    def without(part: dict[str, Any]) -> dict[str, Any]:
+        if part.get("type") == "string" and part.get("format") not in FORMATS:
+            part.pop("format", None)
+        return part
+
+    return json.loads(text, object_hook=without)
 
 
 def explain(error: str, grammar: Grammar) -> str:

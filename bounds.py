@@ -1,10 +1,14 @@
 """Limits on grammars: those that cost too much are refused before they are compiled.
 
-Anybody may send a grammar to a server, and llguidance compiles it without a time limit. Compiling a
-regular expression may take time quadratic in its length, a thread recurses once for each rule, and
-each multipleOf in a schema is processed remainder by remainder. So these are counted first. Two
-kinds of grammars are refused because llguidance would silently follow a different one: numbers that
-do not fit into 64 bits, and a backslash that escapes nothing.
+Anybody may send a grammar to a server, and llguidance (automaton.py) compiles it without a time
+limit. So what makes it slow is counted first:
+
+    characters of regular expressions   compiling takes up to quadratic time
+    rules and terminals of Lark         llguidance recurses once for each
+    multipleOf in schemas               llguidance goes through every remainder
+
+Two kinds of grammars are refused because llguidance would silently follow a different one: numbers
+that do not fit into 64 bits, and a backslash that escapes nothing.
 
 Invariant: a grammar that passes is compiled within seconds, on a stack of automaton.STACK bytes.
 Cost: linear in the characters of the grammar.
@@ -23,10 +27,10 @@ from errors import UserError, brief
 from settings import Grammar
 
 # settings.py limits the total number of characters.
-MAX_PATTERN_CHARACTERS = 2**13  # of regular expressions, because compiling may be quadratic
+MAX_PATTERN_CHARACTERS = 2**13  # of all regular expressions
 MAX_NAMES = 1000  # rules and terminals in Lark
-# Limits the sum of all multipleOf in schemas, and their least common multiple, because compiling
-# goes through every remainder.
+# Of all multipleOf in schemas: their sum, because each has its remainders, and their least common
+# multiple, because a number may have to be a multiple of every one.
 MAX_REMAINDERS = 100_000
 # The parts of a Lark grammar that are counted or refused. Comments and strings come first, so that
 # nothing inside them is counted.
@@ -76,14 +80,13 @@ def check_cost(grammar: Grammar, schemas: list[Any]) -> None:
     words = lark_words(grammar)
     patterns = [*patterns_of(grammar, schemas), *(word["pattern"] or "" for word in words)]
     num_characters = sum(map(len, patterns))
-    if any(word["regex"] for word in words):
-        num_characters = len(grammar.text)  # any part of the grammar may be a regular expression
+    if any(word["regex"] for word in words):  # %regex: any part may be a regular expression
+        num_characters = len(grammar.text)
     num_names = sum(bool(word["name"]) for word in words)
     multiples = []
     for name, number in numbers_of(schemas):
         if name == "multipleOf":
             multiples.append(without_point(number))
-    # A number may have to be a multiple of every one of these.
     num_remainders = max(sum(multiples), min(10**18, math.lcm(*multiples)))
     for size, most, unit in (
         (num_characters, MAX_PATTERN_CHARACTERS, "characters of regular expressions"),

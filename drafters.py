@@ -244,7 +244,7 @@ class ModelDrafter(Drafter):
             self.model(tokens, self.cache.extend(new), slice(-1, None))
         for item in scheduled:
             if item.request in self.seqs:
-                self.cache.commit(self.seqs[item.request], item.request.tokens, item.num_made)
+                self.cache.commit(self.seqs[item.request], item.request.tokens)
             if len(item.request.tokens) > self.cache.max_len:
                 self.close(item.request)
 

@@ -5,7 +5,7 @@ holds what it found. A head is one layer. At position i it reads the target's *f
 the residual stream at the input of three layers, and the token that follows:
 
     f_i = fc([h_low, h_mid, h_high])               the features of token i
-    a_i = [norm(embed[token i + 1]), norm(f_i)]    [2 C]: the input of attention is twice as wide
+    a_i = [norm(embed[token i + 1]), norm(f_i)]    [2 C]: the input of q, k and v is twice as wide
     y_i = f_i + o(attend(qkv(a)))_i
     z_i = y_i + down(swiglu(norm(y_i)))            the head's state
     the logits of token i + 2 = head(norm(z_i))    [Vd], for the commonest tokens only
@@ -44,93 +44,44 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from checkpoint.weights import Weights
+from checkpoint.weights import HeadWeights
 from devices import send
 from drafters import Chain, SelfDrafter, pack_tokens
-from kernels import Linear, Ops
 from kvcache import AttentionMetadata, Cache
 from model import Features, Llama
-from quant import Quantized
 from request import Request
 from speculative import Round
 
 if TYPE_CHECKING:
-    from checkpoint.eagle import EagleConfig
     from runner import ScheduledRequest
 
 # ---- The head ------------------------------------------------------------------------------------
 
 
-class EagleHead(Weights):
-    """One layer, with an input of its own, and a smaller vocabulary."""
+class EagleHead(HeadWeights):
+    """`head(f, tokens, metadata)` -> z. The weights are made in checkpoint/weights.py."""
 
-    rope = Llama.rope  # with the head's own frequencies
-
-    def __init__(
-        self,
-        config: EagleConfig,
-        target: Llama,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
-        seed: int | None = 0,
-        ops: Ops | None = None,
-        weight_dtype: torch.dtype | None = None,
-    ):
-        """Make random weights from `seed`; None: leave them uninitialized, to be filled."""
-        self.eagle = config  # self.config is that of a Llama with the head's one layer
-        self.target = target
-        self.feature_layers = config.layers_of(target.config)
-        self.cache_layer = target.config.num_hidden_layers  # after the target's own
-        super().__init__(
-            config.draft_config, device, dtype, seed=None, ops=ops, weight_dtype=weight_dtype
-        )
-        # What a head has, and that Llama has not. (`self.linear` makes a matrix.)
-        c = self.config
-        C = c.hidden_size
-        n = len(self.feature_layers)
-        self.fc = self.linear("fc", C, n * config.target_hidden_size)
-        (layer,) = self.layers
-        layer.qkv = self.linear("qkv", c.query_size + 2 * c.kv_size, 2 * C, c.qkv_bias)
-        self.hidden_norm = self.empty(C)  # of f in a
-        self.feature_norms = {}  # of the features, before `fc`; most heads have none
-        for name, size in config.feature_norms(n).items():
-            self.feature_norms[name] = self.empty(size)
-        # The head's token i is the target's token i + offsets[i].
-        self.offsets = torch.zeros(c.vocab_size, dtype=torch.int64, device=device)
-        self.outside = ["fc", "head"]
-        self.embed = Linear(self.empty(0, C))  # none: the target's embedding is read
-        if config.has_embedding:  # never quantized, and whole in every process
-            self.outside.append("embed")
-            self.embed = Linear(self.empty(target.config.vocab_size, C))
-        if seed is not None:
-            self.randomize(seed)
-
-    def named_weights(self) -> dict[str, Tensor | Quantized]:
-        """The weights, by their names in a folder (checkpoint/eagle.py)."""
-        of_llama = super().named_weights().items()
-        weights = {name.removeprefix("model."): weight for name, weight in of_llama}
-        weights["layers.0.hidden_norm.weight"] = self.hidden_norm
-        weights |= self.feature_norms
-        if self.eagle.has_offsets:
-            weights["d2t"] = self.offsets
-        return weights
+    rope = Llama.rope  # which reads self.frequencies, here the head's own
 
     def combine(self, features: Tensor) -> Tensor:
         """f: the features [T, n, hidden_size of the target] -> [T, C]."""
         x = features.flatten(1)
         norms = self.feature_norms.values()  # none, one for all features, or one for each
         if norms:
-            parts = x.chunk(len(norms), dim=1)
-            normed = [self._rms_norm(x.contiguous(), weight) for x, weight in zip(parts, norms)]
+            normed = []
+            for part, weight in zip(x.chunk(len(norms), dim=1), norms):
+                normed.append(self._rms_norm(part.contiguous(), weight))
             x = torch.cat(normed, dim=1)
         return self.ops.linear(x, self.fc)
 
     def __call__(self, f: Tensor, tokens: Tensor, metadata: AttentionMetadata) -> Tensor:
         """z at the positions of `metadata`: [T, C]. f: [T, C], made of features by `combine`, or z
         of the positions before; tokens: int64[T], those that follow."""
-        return self.ops.forward_head(self, f, tokens, metadata)  # `forward`, or a backend's own
+        # This calls `forward`, unless the backend has a faster version of it.
+        return self.ops.forward_head(self, f, tokens, metadata)
 
     def forward(self, f: Tensor, tokens: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """The equations above."""
         ops = self.ops
         layer = self.layers[0]
         G = self.config.num_key_value_heads
@@ -138,25 +89,29 @@ class EagleHead(Weights):
         rope = self.rope(metadata.positions)
         token = self._rms_norm(self.token_embedding(tokens), layer.input_norm)
         normed = self._rms_norm(f, self.hidden_norm)
-        qkv = ops.linear(torch.cat((token, normed), dim=1), layer.qkv)
-        qkv = qkv.unflatten(1, (-1, D))
+        a = torch.cat((token, normed), dim=1)  # [T, 2 C]
+        qkv = ops.linear(a, layer.qkv)
+        qkv = qkv.unflatten(1, (-1, D))  # [T, H + 2 G, D]
         heads = ops.attend(qkv, G, rope, metadata, self.cache_layer, layer.head_norm)
         attn_out = self.group.sum(ops.linear(heads.flatten(1), layer.o))
-        if self.eagle.norm_before_residual:
+        if self.eagle.norm_before_residual:  # some published heads have norms in other places
             f = normed
         y, normed = ops.add_norm(f, attn_out, layer.post_norm, self.config.rms_norm_eps)
         hidden = ops.swiglu(normed, layer.gate_up)
-        z = y + self.group.sum(ops.linear(hidden, layer.down))
+        mlp_out = self.group.sum(ops.linear(hidden, layer.down))
+        z = y + mlp_out
         return self._rms_norm(z, self.norm) if self.eagle.norm_output else z
 
     def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self.ops.add_norm(x, None, weight, self.config.rms_norm_eps)[1]
+        _, normed = self.ops.add_norm(x, None, weight, self.config.rms_norm_eps)
+        return normed
 
     def draft_logits(self, z: Tensor) -> Tensor:
         """The logits of the head's own vocabulary: [R, C] -> [R, Vd]."""
         if not self.eagle.norm_output:
             z = self._rms_norm(z, self.norm)
-        return self.group.gather(self.ops.linear(z, self.head), self.config.vocab_size)
+        logits = self.ops.linear(z, self.head)
+        return self.group.gather(logits, self.config.vocab_size)
 
     def logits(self, z: Tensor) -> Tensor:
         """The logits of the target's vocabulary: [R, C] -> [R, V].
@@ -199,7 +154,10 @@ class HeadChain(Chain):
         self.next_positions = [cache.length(seq) for seq in self.seqs]
         # Take memory for all positions at once, as ModelChain does. The last draft needs none. The
         # host does not know the drafts, and writes 0 for each.
-        wanted = [(self.seqs[b], [0] * (round.num_drafts[b] - 1)) for b in round.drafting(1)]
+        wanted = []
+        for b in round.drafting(1):  # the requests with at least two drafts
+            num_positions = round.num_drafts[b] - 1
+            wanted.append((self.seqs[b], [0] * num_positions))
         self.reserved = cache.extend(wanted) if wanted else None
 
     def logits(self, rows: list[int]) -> Tensor:
@@ -239,7 +197,9 @@ class EagleDrafter(SelfDrafter):
         return super().most(request, wanted) if will_have_z else 0
 
     def chain(self, round: Round) -> Chain:
-        last_z = [self.last_z[round.requests[b]] for b in round.drafting()]
+        last_z = []
+        for b in round.drafting():
+            last_z.append(self.last_z[round.requests[b]])
         return HeadChain(self.model, self.cache, round, z=torch.stack(last_z))
 
     @torch.inference_mode()
@@ -251,19 +211,19 @@ class EagleDrafter(SelfDrafter):
         next_tokens = []  # of each request, those that follow its positions
         rows: list[int] = []  # of `features`
         for item in scheduled:
-            text = item.request.tokens
-            stop = min(item.start + item.num_new_tokens, len(text) - 1)  # no token follows the last
+            tokens = item.request.tokens
+            stop = min(item.stop + item.num_drafts, len(tokens) - 1)  # no token follows the last
             if stop > item.start:
                 requests.append(item.request)
                 spans.append((item.request.seq, item.start, stop))
-                next_tokens.append(text[item.start + 1 : stop + 1])
+                next_tokens.append(tokens[item.start + 1 : stop + 1])
                 rows += item.tokens[: stop - item.start]
         if not requests:
             return
         device = self.model.device
-        tokens, last = pack_tokens(next_tokens, device)
+        following, last = pack_tokens(next_tokens, device)
         f = self.model.combine(features.values[send(rows, device)])
-        z = self.model(f, tokens, self.cache.metadata(spans))
+        z = self.model(f, following, self.cache.metadata(spans))
         self.last_z.update(zip(requests, z[last]))
 
     def close(self, request: Request) -> None:
@@ -277,20 +237,20 @@ def main() -> None:
     llama = model.llama
     (head,) = load_draft("tiny-eagle", model).models
     tokens = model.encode("Once upon a time, there was a little girl named Lily.")
-    n = len(tokens) - 1
-    cache = KVCache(llama.kv_spec(draft_layers=1), n)
+    read = tokens[:-1]  # by the target
+    following = torch.tensor(tokens[1:], device=llama.device)
+    cache = KVCache(llama.kv_spec(draft_layers=1), len(read))
     seq, _ = cache.open(())
-    features = llama.empty_features(head.feature_layers, n)
-    packed = torch.tensor(tokens, device=llama.device)
-    llama(packed[:-1], cache.extend([(seq, tokens[:-1])]), None, features)
-    z = head(head.combine(features.values), packed[1:], cache.metadata([(seq, 0, n)]))
-    drafts = head.logits(z).argmax(-1).tolist()
-    print("position   features of   next token   draft of the token after it")
-    for i, draft in enumerate(drafts):
-        here, following, drafted = (
-            repr(model.tokenizer.decode([token])) for token in (tokens[i], tokens[i + 1], draft)
-        )
-        print(f"{i:8}   {here:11}   {following:10}   {drafted}")
+    metadata = cache.extend([(seq, read)])
+    features = llama.empty_features(head.feature_layers, len(read))
+    llama(torch.tensor(read, device=llama.device), metadata, None, features)
+    f = head.combine(features.values)
+    z = head(f, following, metadata)
+    drafts = head.logits(z).argmax(-1)
+    print("position   features of   next token   draft of the one after")
+    for i, draft in enumerate(drafts.tolist()):
+        columns = [repr(model.tokenizer.decode([token])) for token in (*tokens[i : i + 2], draft)]
+        print(f"{i:8}   {columns[0]:11}   {columns[1]:10}   {columns[2]}")
 
 
 if __name__ == "__main__":

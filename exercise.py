@@ -1,9 +1,15 @@
 """Exercises: write the function that a page is about, and run the page's tests on it.
 
-    python exercise.py                    lists the exercises, in the order of reading
+    python exercise.py                    lists the thirteen exercises
     python exercise.py verify             copies the project to ./exercise-verify, and leaves out
                                           the body of `verify`
     python exercise.py verify --check     runs the tests that judge the body you wrote there
+    python exercise.py all                leaves out all thirteen bodies
+    python exercise.py all --check        names the first one that is not right yet
+
+The exercises are in such an order that the tests of each need only the bodies before it. So `all`
+is a course: the engine in thirteen steps.
+
 
 The function keeps its signature, its docstring and the comment above its first line. The page's
 docstring has the equation and the invariant. The copy holds the code, the models and the test data,
@@ -27,6 +33,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,26 +51,10 @@ class Exercise(NamedTuple):
     function: str
     teaches: str
     tests: tuple[str, ...]  # the tests that judge it, the simplest first
-    flags: str | None = ""  # with these generate.py calls it; None: generate.py never calls it
+    flags: str | None = ""  # of a generate.py that calls the function; None: it is never called
 
 
-EXERCISES = (
-    Exercise(
-        page="generate.py",
-        function="plain_loop",
-        teaches="one token after the other, through a cache",
-        tests=(
-            "test_generate.py::test_text_of_the_plain_loop_is_the_engines",
-            "test_generate.py::test_every_end_of_text_token_ends_it_and_is_not_shown",
-        ),
-        flags="--no-cache",
-    ),
-    Exercise(
-        page="model.py",
-        function="decoder_layer",
-        teaches="a layer: norm, attention, norm, MLP, and the sums around them",
-        tests=("test_model.py", "test_parallel.py::test_logits_are_those_of_one_process"),
-    ),
+EXERCISES = (  # each needs only those before it
     Exercise(
         page="kernels.py",
         function="attention",
@@ -76,11 +67,8 @@ EXERCISES = (
     Exercise(
         page="kvcache.py",
         function="pack_metadata",
-        teaches="block tables become slots, and texts of unequal length one row of tokens",
-        tests=(
-            "test_kvcache.py::test_metadata_says_where_each_token_belongs",
-            "test_kvcache.py::test_texts_packed_into_one_step_do_not_see_each_other",
-        ),
+        teaches="block tables become slots; sequences of unequal length become one row of tokens",
+        tests=("test_kvcache.py::test_metadata_says_where_each_token_belongs",),
     ),
     Exercise(
         page="sampling.py",
@@ -102,52 +90,8 @@ EXERCISES = (
             "test_sampling.py::test_distribution_of_picks_and_of_decisions",
             "test_sampling.py::test_pick_never_takes_probability_0",
             "test_sampling.py::test_rng_bits_are_those_of_splitmix64",
-            "test_speculative.py::test_coupled_drafts_are_accepted_as_often_as_the_paper_says",
         ),
         flags="--temperature 1",
-    ),
-    Exercise(
-        page="paged.py",
-        function="_find_prefix",
-        teaches="full blocks are found by their tokens and the hash before them",
-        tests=("test_paged.py",),
-    ),
-    Exercise(
-        page="speculative.py",
-        function="verify",
-        teaches="accept a draft with min(1, p/q), or draw from the residual",
-        tests=(
-            "test_speculative.py::test_verify_survives_a_residual_without_mass",
-            "test_distribution.py::test_outputs_follow_the_targets_distribution",
-            "test_speculative.py::test_verify_follows_p_and_accepts_as_many_as_it_says",
-        ),
-        flags="--draft tiny-draft --verify token --temperature 1",
-    ),
-    Exercise(
-        page="speculative.py",
-        function="couple",
-        teaches="with the same noise, drafts change nothing but the speed",
-        tests=(
-            "test_speculative.py::test_coupled_drafts_are_accepted_as_often_as_the_paper_says",
-            "test_distribution.py::test_coupled_outputs_follow_it",
-        ),
-        flags="--draft tiny-draft --verify coupled",
-    ),
-    Exercise(
-        page="gamma.py",
-        function="speed_ups",
-        teaches="how many drafts pay: tokens of a round over its cost",
-        tests=(
-            "test_gamma.py::test_speed_ups_by_hand",
-            "test_gamma.py::test_auto_reaches_the_best_fixed_gamma",
-        ),
-        flags="--draft ngram",
-    ),
-    Exercise(
-        page="batcher.py",
-        function="schedule",
-        teaches="plan a step: running texts, preemption, admission",
-        tests=("test_batcher.py",),
     ),
     Exercise(
         page="quant.py",
@@ -161,14 +105,73 @@ EXERCISES = (
         flags="--kv-bits 8",
     ),
     Exercise(
+        page="model.py",
+        function="decoder_layer",
+        teaches="a layer: norm, attention, norm, MLP, and the sums around them",
+        tests=(
+            "test_model.py",
+            "test_kvcache.py::test_texts_packed_into_one_step_do_not_see_each_other",
+            "test_parallel.py::test_logits_are_those_of_one_process",
+        ),
+    ),
+    Exercise(
+        page="generate.py",
+        function="plain_loop",
+        teaches="one token after the other, through a cache",
+        tests=(
+            "test_generate.py::test_the_plain_loop_draws_each_token_from_the_whole_forward_pass",
+        ),
+        flags="--no-cache",
+    ),
+    Exercise(
         page="proof.py",
         function="enumerate_distribution",
-        teaches="a sampler's exact distribution, from every outcome of its rng",
+        teaches="the exact distribution of a sampler, from every outcome of its random numbers",
+        tests=("test_proof.py",),
+        flags=None,
+    ),
+    Exercise(
+        page="paged.py",
+        function="_find_prefix",
+        teaches="full blocks are found by their tokens and the hash before them",
+        tests=("test_paged.py",),
+    ),
+    Exercise(
+        page="batcher.py",
+        function="schedule",
+        teaches="plan a step: running requests, preemption, admission",
+        tests=("test_batcher.py",),
+    ),
+    Exercise(
+        page="speculative.py",
+        function="couple",
+        teaches="with the same noise, drafts change nothing but the speed",
         tests=(
-            "test_proof.py",
+            "test_speculative.py::test_coupled_drafts_are_accepted_as_often_as_the_paper_says",
             "test_distribution.py::test_coupled_outputs_follow_it",
         ),
-        flags=None,
+        flags="--draft tiny-draft --verify coupled",
+    ),
+    Exercise(
+        page="speculative.py",
+        function="verify",
+        teaches="accept a draft with min(1, p/q), or draw from the residual",
+        tests=(
+            "test_speculative.py::test_verify_survives_a_residual_without_mass",
+            "test_distribution.py::test_outputs_follow_the_targets_distribution",
+            "test_speculative.py::test_verify_follows_p_and_accepts_as_many_as_it_says",
+        ),
+        flags="--draft tiny-draft --verify token --temperature 1",
+    ),
+    Exercise(
+        page="gamma.py",
+        function="speed_ups",
+        teaches="how many drafts pay: the tokens of a round over its cost",
+        tests=(
+            "test_gamma.py::test_speed_ups_by_hand",
+            "test_gamma.py::test_auto_reaches_the_best_fixed_gamma",
+        ),
+        flags="--draft ngram",
     ),
 )
 NAMED = {exercise.function: exercise for exercise in EXERCISES}
@@ -196,48 +199,50 @@ def copy_project(folder: Path) -> None:
     shutil.copytree(ROOT, folder, ignore=left_out)
 
 
-def make(exercise: Exercise, folder: Path) -> int:
-    """Copy the project without the function's body -> the exit status."""
+def make(exercises: Sequence[Exercise], folder: Path) -> int:
+    """Copy the project without the bodies of these functions -> the exit status."""
     copy_project(folder)
-    page = folder / exercise.page
-    text = page.read_text(encoding="utf-8")
-    page.write_text(blanked(text, exercise.function), encoding="utf-8")
-    judges = "\n    ".join(exercise.tests)
-    write(
-        f"{page} lacks the body, which is yours to write. Its judges are\n    {judges}\n"
-        f"Run them: python exercise.py {exercise.function} {folder} --check\n"
-    )
-    if exercise.flags is not None:
-        command = f'python generate.py {exercise.flags} "Once upon a time"'
-        write(f"In {folder}, this calls it: {command}\n")
+    for exercise in exercises:
+        page = folder / exercise.page
+        text = page.read_text(encoding="utf-8")
+        page.write_text(blanked(text, exercise.function), encoding="utf-8")
+        write(f"{page}: the body of {exercise.function} is yours to write\n")
+        for test in exercise.tests:
+            write(f"    judged by {test}\n")
+        if exercise.flags is not None:
+            command = f'python generate.py {exercise.flags} "Once upon a time"'
+            write(f"    called by {command}\n")
+    name = "all" if len(exercises) > 1 else exercises[0].function
+    write(f"Run the tests: python exercise.py {name} {folder} --check\n")
     return 0
 
 
-def judge(exercise: Exercise, folder: Path) -> int:
-    """Run the tests in a copy -> the exit status. pytest prints the first failure."""
-    if not (folder / exercise.page).is_file():
-        raise UserError(
-            f"{folder} is no copy: python exercise.py {exercise.function} {folder} makes it"
-        )
-    command = [sys.executable, "-m", "pytest", "-q", "-x", *exercise.tests]
-    failed = subprocess.call(command, cwd=folder, env=os.environ | {"LLAMA_PLAIN": "1"})
-    if failed:
-        write("not yet: the first failure stands above\n")
-        return 1
+def judge(exercises: Sequence[Exercise], folder: Path) -> int:
+    """Run the tests in a copy, up to the first failure -> the exit status."""
+    if not (folder / exercises[0].page).is_file():
+        raise UserError(f"{folder} is no copy: python exercise.py NAME {folder} makes it")
+    for exercise in exercises:
+        command = [sys.executable, "-m", "pytest", "-q", "-x", *exercise.tests]
+        failed = subprocess.call(command, cwd=folder, env=os.environ | {"LLAMA_PLAIN": "1"})
+        if failed:
+            write(f"not yet: {exercise.function} in {exercise.page}; the first failure is above\n")
+            return 1
     write("right\n")
     return 0
 
 
 def exercise_flags(arguments: list[str] | None = None) -> argparse.Namespace:
     p = Parser("exercise.py", "Write the function that a page is about; its tests judge it.")
-    p.add_argument("name", metavar="NAME", nargs="?", help="of an exercise (default: list all)")
+    p.add_argument(
+        "name", metavar="NAME", nargs="?", help="of an exercise, or all (default: list them)"
+    )
     p.add_argument("folder", metavar="FOLDER", nargs="?", help="of the copy (exercise-NAME)")
     p.add_argument("--check", action="store_true", help="run the tests that judge the copy")
     args = p.parse_intermixed_args(arguments)  # --check may come before FOLDER
     if args.name is None:
         p.unused(args, "check", "without NAME")
     else:
-        check_names([args.name], NAMED, "exercise")
+        check_names([args.name], [*NAMED, "all"], "exercise")
     return args
 
 
@@ -245,10 +250,14 @@ def run(args: argparse.Namespace) -> int:
     """-> the exit status."""
     if args.name is not None:
         act = judge if args.check else make
-        return act(NAMED[args.name], Path(args.folder or f"exercise-{args.name}"))
-    write("python exercise.py NAME copies the project, and leaves the body to you:\n\n")
-    for exercise in EXERCISES:
-        write(f"{exercise.function:14} {exercise.page:15} {exercise.teaches}\n")
+        exercises = EXERCISES if args.name == "all" else [NAMED[args.name]]
+        return act(exercises, Path(args.folder or f"exercise-{args.name}"))
+    write(
+        "python exercise.py NAME copies the project, and leaves the body to you.\n"
+        "python exercise.py all leaves you all of them, in this order:\n\n"
+    )
+    for number, exercise in enumerate(EXERCISES, 1):
+        write(f"{number:2}. {exercise.function:22} {exercise.page:14} {exercise.teaches}\n")
     return 0
 
 

@@ -1,10 +1,10 @@
 """FlashAttention: attention in tiles that stay on the chip.
 
 Plain attention writes a score for each pair of query and key to memory, and reads it again for the
-softmax. Here a GPU program takes some queries of one sequence and walks over the keys, one tile at
-a time, so scores never leave the chip and memory is O(n). The weights of a softmax depend on the
-largest score and on the sum over all keys. So both are kept for the keys so far, and the sums are
-scaled down when a larger score comes (*online softmax*). Each query keeps
+softmax. Here each program of a GPU takes some queries of one sequence and walks over the keys, one
+tile at a time, so scores never leave the chip and memory is O(n). The weights of a softmax depend
+on the largest score and on the sum over all keys. So both are kept for the keys so far, and the
+sums are scaled down when a larger score comes (*online softmax*). Each query keeps
 
     top = max_j s_j                      s_j = q · k_j / √D
     l   = Σ_j e^(s_j − top)
@@ -54,9 +54,9 @@ if TYPE_CHECKING:
     from model import Rope
 
 if triton is not None:
-    # Triton compiles another variant when a number is 1 or a multiple of 16, or when an address is
-    # a multiple of 16. max_blocks and the addresses of the three tables (views of one buffer)
-    # change from step to step, so these arguments get no variants.
+    # Triton would compile another variant of the kernel whenever a number becomes 1 or a multiple
+    # of 16, or an address a multiple of 16. These arguments change from step to step, so they get
+    # no variants.
     @triton.jit(
         do_not_specialize=["max_blocks"],
         do_not_specialize_on_alignment=["block_tables", "cu_seqlens", "seq_lens"],
@@ -101,7 +101,7 @@ if triton is not None:
         l = tl.zeros((ROWS,), tl.float32)
         top = tl.full((ROWS,), float("-inf"), tl.float32)
         last = tl.max(position, axis=0)
-        for start in range(0, tl.minimum(seq_len, last + 1), KEYS):  # padding rows lie past seq_len
+        for start in range(0, tl.minimum(seq_len, last + 1), KEYS):  # unused rows lie past seq_len
             j = start + tl.arange(0, KEYS)  # a tile of keys, which may span several blocks
             block = tl.load(block_tables + b * max_blocks + j // S, j < seq_len, 0).to(tl.int64)
             slot = block * S + j % S

@@ -19,12 +19,15 @@ draft model's logits only raise acceptance.
 An output's automaton (automaton.py) reads the drafts to make these masks, and takes them back when
 the round is over. Making a mask takes time, so a worker thread does it while models compute:
 
-    engine thread   draft 1 is made   draft 2 is made     the target's pass    apply      settle
-                    start, push       push                                     waits
-    worker thread              mask 0      read 1, mask 1      read 2, mask 2
+    engine thread    makes draft 1    makes draft 2    the target's pass    apply, verify    settle
+    worker thread    mask 0           reads draft 1,   reads draft 2,
+                                      mask 1           mask 2
 
-Invariant: between rounds an automaton has read its output's tokens, but not end-of-text. Only the
-worker uses it from `Masks.start` until `apply` has waited; the engine thread at any other time.
+`Masks.start` begins with mask 0, `push` hands over a draft, `apply` waits for the worker, and
+`settle` takes the drafts back. So only one thread at a time uses an automaton: the worker from
+`start` until `apply` has waited, and otherwise the engine thread.
+
+Invariant: between rounds an automaton has read its output's tokens, but not end-of-text.
 
 When an output ends: with its grammar, even if its request ignores end-of-text. If a stop token of
 the request ends it where the grammar may not end, it was cut, so finish_reason is `length`. It ends
@@ -84,11 +87,11 @@ class GrammarState:
         self._follow(tokens)
 
     def _start_over(self) -> None:
-        """A new automaton that has read the output's tokens, and no drafts."""
+        """Make `matcher`: a copy of the automaton that has read the output's tokens, no drafts."""
         self.matcher = self.compiled.deep_copy()
         self.matcher.try_consume_tokens(self.tokens)
         self.num_drafts = 0  # that the matcher has read after them
-        # A draft was forbidden, or ends the output: later drafts are not read, and need no mask.
+        # A draft was forbidden or ended the output: later drafts are not read, and need no mask.
         self.drafts_ended = False
 
     def _follow(self, new: Iterable[int]) -> None:
@@ -113,7 +116,7 @@ class GrammarState:
         """Read a draft, unless one before it was forbidden or ends the output."""
         if self.drafts_ended:
             return
-        # −1 is no token: the logits of the draft were not finite, and the runner will raise.
+        # −1 is no token: the request has fewer drafts, or their logits were not finite.
         is_token = draft >= 0 and draft not in self.grammars.eos_token_ids
         if is_token and self.matcher.try_consume_tokens([draft]):
             self.num_drafts += 1
@@ -177,8 +180,9 @@ class Masks:
     def push(self, requests: Iterable[int], drafts: Iterable[int]) -> None:
         """Let the worker read the next draft of these requests, and fill the masks after it."""
         self.start()
-        known = {b: draft for b, draft in zip(requests, drafts) if b in self.states}
-        self.tasks.append(self.grammars.worker.submit(self._read, len(self.tasks), known))
+        depth = len(self.tasks)
+        own = {b: draft for b, draft in zip(requests, drafts) if b in self.states}
+        self.tasks.append(self.grammars.worker.submit(self._read, depth, own))
 
     def push_all(self, drafts: Sequence[Sequence[int]]) -> None:
         """Push those drafts of a round that have not been pushed yet. drafts[j]: draft j of every

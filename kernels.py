@@ -16,8 +16,8 @@ keys and values first and reads all of them from the cache, so up to rounding a 
 depend on how a prompt was split into chunks.
 
 Damaged weights give NaN or ∞, which must not become a plausible token. So both spread to the
-logits, where `Ops.probabilities` raises NotFinite. Two operations would hide them, and make NaN
-instead: `rms_norm`, because x / ∞ = 0, and `Ops.attend`, because a masked key has the weight 0. On
+logits, where `Ops.probabilities` raises NotFinite. Two operations could hide them, so they make NaN
+instead: `rms_norm`, because x / ∞ = 0, and `Ops.attend`, because a score of −∞ is a weight of 0. On
 a GPU a check would make the host wait. There `pick` returns −1, and the runner raises.
 
     T tokens of a step · B sequences · H query heads · G key/value heads · D head size
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from eagle import EagleHead
     from kvcache import AttentionMetadata, Cache
     from model import Features, Llama, Rope
-    from runner import ModelRunner, ScheduledRequest
+    from runner import Drawn, ModelRunner, ScheduledRequest
     from speculative import Proposal, Rng, Round, Verify
 
 # For each kind of device, the modules that have a subclass of Ops; the fastest one comes first.
@@ -81,7 +81,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     n = len(q)
     m = len(k)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, tokens, D]
-    if n in (1, m):  # one query sees all keys; for n = m both masks are the same
+    if n in (1, m):  # no mask for one query; for n = m PyTorch's own mask is the same
         out = F.scaled_dot_product_attention(q, k, v, is_causal=n > 1, enable_gqa=True)
     else:
         mask = torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n)
@@ -268,7 +268,7 @@ class Ops:
         runner: ModelRunner,
         scheduled: Sequence[ScheduledRequest],
         features: Features | None,
-    ) -> tuple[list[list[int]], Tensor]:
+    ) -> list[Drawn]:
         """The passes of a step, as `ModelRunner.run_rounds` makes them (runner.py)."""
         return runner.run_rounds(scheduled, features)
 

@@ -11,7 +11,7 @@ out over all tokens: so "8/4" gives keys 8 bits and values 4.
     cache.fits([(seq, n), ...])                is there memory for n more tokens each?
     metadata = cache.extend([(seq, tokens)])   takes memory for these tokens, or refuses before
                                                anything has changed
-    cache.commit(seq, tokens, num_new)         after a step: forgets rejected drafts
+    cache.commit(seq, text)                    after a step: keeps the text, forgets rejected drafts
     cache.truncate(seq, length)                keeps the first `length` tokens; a paged cache does
                                                not cut into a block that `open` may find
     cache.free(seq) · cache.length(seq)
@@ -300,6 +300,7 @@ class CacheFull(UserError):
 @dataclass
 class CachedSequence:
     tokens: list[int] = field(default_factory=list)
+    num_committed: int = 0  # of these tokens: after them there may be a 0 for a draft
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[int] = field(default_factory=list)  # of the full blocks (paged.py)
 
@@ -408,19 +409,22 @@ class Cache:
             raise ValueError(
                 f"sequence {seq} has {self.length(seq)} tokens: it cannot be cut to {length}"
             )
-        del self._sequences[seq].tokens[length:]
+        sequence = self._sequences[seq]
+        del sequence.tokens[length:]
+        sequence.num_committed = min(sequence.num_committed, length)
 
-    def commit(self, seq: int, tokens: Sequence[int], num_new: int) -> None:
+    def commit(self, seq: int, text: Sequence[int]) -> None:
         """After a step, keep the keys and values of the text, without those of rejected drafts.
 
-        tokens: the whole text, which the step made longer by num_new. No model has read the last
-        of them, and a draft model has not read its last draft either.
+        text: all its tokens. No model has read the last one, and a draft model may lack more.
         """
-        length = min(self.length(seq), len(tokens) - 1)  # a draft model may have read less
+        sequence = self.sequence(seq)
+        length = min(len(sequence.tokens), len(text) - 1)
         self.truncate(seq, length)
         # `extend` was told 0 for each draft, which only the device knew: enter the accepted ones.
-        first = len(tokens) - num_new
-        self._sequences[seq].tokens[first:length] = tokens[first:length]
+        start = sequence.num_committed
+        sequence.tokens[start:] = text[start:length]
+        sequence.num_committed = length
 
 
 class KVCache(Cache):

@@ -149,7 +149,7 @@ class Llama(Weights):
         return self.ops.forward(self, tokens, metadata, logits_indices, features)
 
     def checked(self, tokens: Tensor) -> Tensor:
-        """The tokens of one text, as int64[T]. UserError if this model cannot read them."""
+        """The tokens of one sequence, as int64[T]. UserError if this model cannot read them."""
         most = self.config.max_position_embeddings
         is_text = tokens.dim() == 1 and 0 < len(tokens) <= most
         if not is_text or tokens.dtype not in (torch.int32, torch.int64):
@@ -195,7 +195,7 @@ class Llama(Weights):
 
 @torch.inference_mode()
 def main(name: str = "tiny") -> None:
-    """The demonstration shows that it does not matter how a text is split into chunks."""
+    """The demonstration shows that it does not matter how a sequence is split into chunks."""
     llama = Llama.load(name, dtype=torch.float32)
     text = torch.arange(1, 101, device=llama.device)
     whole = llama(text)

@@ -462,9 +462,9 @@ ROOMS: dict[str, list[Exhibit]] = {
             "vllm-project/vllm#33391",
             "logprobs are taken from rows of drafts that were rejected",
             "tokens had the logprobs of other positions",
-            ModelRunner._logprobs,
-            "item.logits[: len(new)]",
-            "item.logits[-len(new) :]",
+            ModelRunner._drawn,
+            "item.logits[: len(tokens)]",
+            "item.logits[-len(tokens) :]",
             texts_alone_and_together,
         ),
         Exhibit(
@@ -472,7 +472,7 @@ ROOMS: dict[str, list[Exhibit]] = {
             "a cached prompt is not computed again when its logprobs are asked for",
             "its tokens had the logprobs of another prompt",
             ModelRunner.open,
-            "known = known[: len(request.prompt_logprobs) + 1]",
+            "may_find = may_find[: len(request.prompt_logprobs) + 1]",
             "pass",
             texts_alone_and_together,
         ),
@@ -521,7 +521,7 @@ def main() -> None:
     for room, exhibits in ROOMS.items():
         print(f"\n{room}")
         if room == "Grammars" and find_spec("llguidance") is None:
-            print("  closed: llguidance is not installed (requirements-extra.txt)")
+            print("  closed: llguidance is not installed (the extra server)")
         else:
             caught += map(visit, exhibits)
     print(f"\n{sum(caught)} of {len(caught)} bugs are caught")

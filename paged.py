@@ -186,8 +186,8 @@ class PagedCache(Cache):
             while len(sequence.block_table) < self.blocks_for(len(sequence.tokens) + len(tokens)):
                 sequence.block_table.append(new_blocks.pop())
 
-    def commit(self, seq: int, tokens: Sequence[int], num_new: int) -> None:
-        super().commit(seq, tokens, num_new)
+    def commit(self, seq: int, text: Sequence[int]) -> None:
+        super().commit(seq, text)
         if self.prefix_caching:
             self._cache_full_blocks(self.sequence(seq))
 
@@ -281,7 +281,7 @@ def main() -> None:
     ):
         seq, num_cached = cache.open(text)  # a byte is a token
         cache.extend([(seq, text[num_cached:])])
-        cache.commit(seq, text + b".", 1)  # as if a round had generated a full stop
+        cache.commit(seq, text + b".")  # as if a round had generated a full stop
         row = "".join(str(number or "·") for number in cache.pool.references)
         free, idle, live = cache.check()
         print(

@@ -42,7 +42,7 @@ class Request:
     tokens: list[int]  # the prompt, then the new tokens; the last one is not cached yet
     settings: Settings  # seed is not None
     eos_token_ids: Collection[int] = ()
-    seq: int = -1  # the sequence in the target's cache; −1: none
+    seq: int | None = None  # the sequence in the target's cache; None: it is not open
     rounds: list[RoundStats] = field(default_factory=list)
     # The origin of each new token: plain; accepted (a draft); corrected (after a rejected draft);
     # or bonus (at the end of a round in which every draft was accepted).

@@ -16,14 +16,14 @@ are one path, in any mix:
 last token of the text is pending, until the request is preempted; a drafter's cache may lack more.
 
     B requests of a round · k the largest number of drafts in it · V vocabulary · T tokens of a step
-    R rows of logits: one for each draft, and one more for each request of the round; then one for
-    each token of a prompt whose log-probabilities are asked for (at most a step's budget)
+    R rows of logits: first those of rounds, one for each draft and one more for each request; then
+    those that give the log-probabilities of a prompt's tokens (at most a step's budget)
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -53,10 +53,10 @@ class ScheduledRequest(NamedTuple):
     num_tokens: int  # pending tokens that the target computes
     num_drafts: int = 0  # drafts that it verifies
     samples: bool = True  # False: a chunk, nothing is drawn
-    # Its rows in the tensors of the step, by `with_rows`:
-    tokens: range = range(0)  # of the pass: its pending tokens, then its drafts
-    logits: range = range(0)  # of the logits: after its last pending token, and after each draft
-    prompt: range = range(0)  # of the logits: those of `prompt_positions`
+    # Its rows in the tensors of the step, which `with_rows` counts:
+    tokens: range = range(0)  # in the pass: its pending tokens, then its drafts
+    logits: range = range(0)  # in the logits: after its last pending token, and after each draft
+    scores: range = range(0)  # in the logits: after its first `num_scores` tokens
 
     @property
     def num_new_tokens(self) -> int:
@@ -69,34 +69,42 @@ class ScheduledRequest(NamedTuple):
         return self.start + self.num_tokens
 
     @property
-    def num_made(self) -> int:
-        """After the step: the tokens by which it has made the text longer. Before it: 0."""
-        return len(self.request.tokens) - self.stop if self.samples else 0
+    def num_logits(self) -> int:
+        return self.num_drafts + 1 if self.samples else 0
 
     @property
-    def prompt_positions(self) -> range:
-        """The positions of this step whose logits give the next prompt token's logprob; empty if
-        none are asked for."""
+    def num_scores(self) -> int:
+        """How many of its tokens come before a token of the prompt whose logprob is asked for."""
         if self.request.settings.prompt_logprobs is None:
-            return range(0)
-        return range(self.start, min(self.stop, self.request.num_prompt_tokens - 1))
+            return 0
+        return max(0, min(self.stop, self.request.num_prompt_tokens - 1) - self.start)
+
+
+def consecutive(sizes: Iterable[int], start: int = 0) -> list[range]:
+    """Ranges of these sizes, one after the other."""
+    ranges = []
+    for size in sizes:
+        ranges.append(range(start, start + size))
+        start += size
+    return ranges
 
 
 def with_rows(scheduled: Sequence[ScheduledRequest]) -> list[ScheduledRequest]:
     """Give each plan of a step its rows. The logits of all rounds come before those of prompts."""
-    T = 0
-    R = 0
-    P = sum(item.num_drafts + 1 for item in scheduled if item.samples)
+    tokens = consecutive(item.num_new_tokens for item in scheduled)
+    logits = consecutive(item.num_logits for item in scheduled)
+    scores = consecutive((item.num_scores for item in scheduled), start=logits[-1].stop)
     placed = []
-    for item in scheduled:
-        tokens = range(T, T + item.num_new_tokens)
-        logits = range(R, R + item.num_drafts + 1) if item.samples else range(0)
-        prompt = range(P, P + len(item.prompt_positions))
-        placed.append(item._replace(tokens=tokens, logits=logits, prompt=prompt))
-        T += len(tokens)
-        R += len(logits)
-        P += len(prompt)
+    for item, *rows in zip(scheduled, tokens, logits, scores):
+        placed.append(item._replace(tokens=rows[0], logits=rows[1], scores=rows[2]))
     return placed
+
+
+class Drawn(NamedTuple):
+    """What a round drew: its accepted drafts and the token after them."""
+
+    tokens: list[int]
+    records: Sequence[TokenLogprob] = ()  # of these tokens, if the request asks for logprobs
 
 
 @contextmanager
@@ -137,12 +145,11 @@ class ModelRunner:
 
     def open(self, request: Request) -> None:
         """Open a request in the target's cache. CacheFull is raised before anything has changed."""
-        known = request.tokens
+        may_find = request.tokens
         if request.settings.prompt_logprobs is not None:
-            # A token that the cache finds is not computed, and gives no logits: so it may find only
-            # tokens whose records are there.
-            known = known[: len(request.prompt_logprobs) + 1]
-        request.seq, _ = self.cache.open(known)
+            # A token that the cache finds is not computed, so it gives no logprob of the next one.
+            may_find = may_find[: len(request.prompt_logprobs) + 1]  # those that are there already
+        request.seq, _ = self.cache.open(may_find)
         if request.settings.follows is not None:
             try:
                 self._open_grammar(request)
@@ -158,9 +165,9 @@ class ModelRunner:
 
     def close(self, request: Request) -> None:
         """Free what `open` took. A request that is not open stays as it is."""
-        if request.seq >= 0:
+        if request.seq is not None:
             self.cache.free(request.seq)
-            request.seq = -1
+            request.seq = None
         self.drafter.close(request)
         request.grammar_state = None
 
@@ -187,35 +194,40 @@ class ModelRunner:
             budget = self.budget
         start = self.cache.length(request.seq)
         num_pending = self.num_pending(request)
-        pending = ScheduledRequest(request, start, num_pending)
-        room = budget - self.work(pending)
-        num_drafts = self._num_drafts(request, room)
+        whole = ScheduledRequest(request, start, num_pending)
+        left = budget - self.work(whole)
+        num_drafts = self._num_drafts(request, left)
+        whole = whole._replace(num_drafts=num_drafts)
         # A drafter in the target's cache needs the keys and values of all but the last token.
-        must_read_first = num_pending > 1 and self.drafter.shares_target_cache
-        # Too much for the budget: the pending tokens (room < 0), or the drafts as well.
-        if (num_drafts and must_read_first) or num_drafts > room:
-            # A chunk leaves the last token for the round. If only that token is pending, the chunk
-            # is empty, and the batcher drops it. Solve 1 + (n − 1) · price ≤ budget for n.
-            most = 1 + (budget - 1) // self.target.price(start)
-            return pending._replace(num_tokens=min(most, num_pending - 1), samples=False)
-        return pending._replace(num_drafts=num_drafts)
+        can_draft = num_pending == 1 or not self.drafter.shares_target_cache
+        if self.work(whole) <= budget and (can_draft or num_drafts == 0):
+            return whole
+        # A chunk leaves the last token for the round. If only that token is pending, the chunk is
+        # empty, and the batcher drops it.
+        num_tokens = min(self._longest_chunk(start, budget), num_pending - 1)
+        return ScheduledRequest(request, start, num_tokens, samples=False)
 
     def work(self, item: ScheduledRequest) -> int:
-        """What it takes of a step's budget. A round takes its tokens, which are reserved for it;
-        each pending token more takes its price."""
-        return item.num_new_tokens + (item.num_tokens - 1) * (self.target.price(item.start) - 1)
+        """What it takes of a step's budget: 1 for the first token and for each draft, which are
+        reserved for it, and the price of each other token."""
+        return 1 + item.num_drafts + (item.num_tokens - 1) * self.target.price(item.start)
 
-    def _num_drafts(self, request: Request, room: int) -> int:
-        """γ of the next round: what the request fixes, or as many as pay, up to `room`."""
+    def _longest_chunk(self, start: int, budget: int) -> int:
+        """The most tokens after `start` whose work is at most `budget`."""
+        return 1 + (budget - 1) // self.target.price(start)
+
+    def _num_drafts(self, request: Request, left: int) -> int:
+        """γ of the next round. left: of the budget, after the pending tokens."""
         if not self.has_drafter:
             return 0
-        most = min(request.num_remaining, self.budget) - 1  # a round makes one token more
-        wanted = request.settings.gamma
-        if wanted is None:  # a fixed γ ignores `room`: it must not depend on the texts beside it
+        gamma = request.settings.gamma
+        if gamma is None:
             pay = self.auto_gamma.choose(self.batch_size, self.drafter.chances(request))
-            wanted = min(pay, max(0, room))
-        wanted = min(wanted, most)
-        return self.drafter.most(request, wanted) if wanted > 0 else 0
+            gamma = min(pay, left)
+        # Otherwise it is fixed, and ignores `left`: it must not depend on the texts beside it.
+        most = min(request.num_remaining, self.budget) - 1  # a round makes one token more
+        gamma = min(gamma, most)
+        return self.drafter.most(request, gamma) if gamma > 0 else 0
 
     def fits(self, scheduled: Sequence[ScheduledRequest]) -> bool:
         """Whether both caches have room for a step."""
@@ -248,18 +260,16 @@ class ModelRunner:
             T = scheduled[-1].tokens.stop
             features = self.target.empty_features(self.drafter.feature_layers, T)
         # A backend may draw several tokens at once; the plain one calls `run_rounds`, below.
-        round_tokens, logits = self.target.ops.run_rounds(self, scheduled, features)
-        logprobs = self._logprobs(rounds, round_tokens, logits)
-        self._record_prompts(scheduled, logits)
+        drawn = self.target.ops.run_rounds(self, scheduled, features)
         new_tokens = {}
-        for item, new, records in zip(rounds, round_tokens, logprobs):
-            stats = RoundStats(item.num_drafts, len(new) - 1, len(rounds))
-            new = self._finish(item.request, new, stats)
+        for item, (tokens, records) in zip(rounds, drawn):
+            stats = RoundStats(item.num_drafts, len(tokens) - 1, len(rounds))
+            new = self._finish(item.request, tokens, stats)
             item.request.logprobs += records[: len(new)]
             new_tokens[item.request] = new
         self.drafter.learn(scheduled, features)
         for item in scheduled:
-            self.cache.commit(item.request.seq, item.request.tokens, item.num_made)
+            self.cache.commit(item.request.seq, item.request.tokens)
         if self.has_drafter and rounds:
             seconds = time.perf_counter() - start  # `run_rounds` has waited for the device
             if len(live_graphs) > num_graphs:  # this step recorded what later ones replay
@@ -291,13 +301,9 @@ class ModelRunner:
 
     def run_rounds(
         self, scheduled: Sequence[ScheduledRequest], features: Features | None
-    ) -> tuple[list[list[int]], Tensor]:
-        """Run the passes of a step, and fill `features`.
-
-        Returns what each round made, its accepted drafts and the token after them; and the logits
-        of the target, as `_run_target` orders them. (If logprobs are asked for, they are without a
-        grammar's masks.)
-        """
+    ) -> list[Drawn]:
+        """Run the passes of a step: the drafter's, and the target's, which fills `features`.
+        Returns what each round drew, and records the prompts' log-probabilities."""
         rounds = [item for item in scheduled if item.samples]
         requests = [item.request for item in rounds]
         num_drafts = [item.num_drafts for item in rounds]
@@ -308,17 +314,28 @@ class ModelRunner:
         if round.masks is not None:  # begin to fill the grammars' masks for the rows of the drafts
             round.masks.push_all(proposal.tokens.T.tolist())
         logits = self._run_target(scheduled, rounds, proposal, features)
+        self._record_prompts(scheduled, logits)
         if not rounds:
-            return [], logits
-        p, logits = self._probabilities(rounds, round, logits)
+            return []
+        asks = any(request.settings.logprobs is not None for request in requests)
+        unmasked = logits
+        if asks and round.masks is not None:  # the masks of grammars are applied in place
+            unmasked = logits.clone()
+        p = self._probabilities(rounds, round, logits)
         if has_drafts:
-            return self._verify(round, p, proposal), logits
+            round_tokens = self._verify(round, p, proposal)
+        else:
+            round_tokens = self._pick(round, p)
+        return [self._drawn(item, new, unmasked) for item, new in zip(rounds, round_tokens)]
+
+    def _pick(self, round: Round, p: Tensor) -> list[list[int]]:
+        """The next token of each request of a round without drafts."""
         picked = round.text_rng().pick(p[:, 0])  # int64[B], drawn by the target's rng
         tokens = self.target.group.agree(picked.tolist())  # here the host waits for a GPU
-        return [[token] for token in check_tokens(tokens)], logits
+        return [[token] for token in check_tokens(tokens)]
 
     def _verify(self, round: Round, p: Tensor, proposal: Proposal) -> list[list[int]]:
-        """The accepted drafts of each round, and the token after them."""
+        """The accepted drafts of each request, and the token after them."""
         accepted, token = round.verify(p, proposal)
         packed = torch.cat((proposal.tokens, accepted[:, None], token[:, None]), 1)  # [B, k + 2]
         rows = self.target.group.agree(packed.tolist())  # here the host waits for a GPU
@@ -338,8 +355,8 @@ class ModelRunner:
         proposal: Proposal,
         features: Features | None,
     ) -> Tensor:
-        """The target's pass, which fills `features`. Returns the logits of all rounds, then those
-        of prompts (`with_rows`): [R, ≥ V].
+        """The target's pass, which fills `features` -> its logits [R, ≥ V], in the order of
+        `with_rows`.
 
         Only the device has the drafted tokens. So the host writes 0 for each, and the device fills
         these holes. The last pending token of a round and each of its drafts give logits.
@@ -357,8 +374,7 @@ class ModelRunner:
             holes += item.tokens[item.num_tokens :]
             drafts += range(b * k, b * k + item.num_drafts)
         for item in scheduled:
-            shift = item.tokens.start - item.start  # from a position to a row of the pass
-            logits_indices += [position + shift for position in item.prompt_positions]
+            logits_indices += item.tokens[: item.num_scores]
         device = self.target.device
         tokens = send([token for _, new in to_store for token in new], device)
         if holes:
@@ -372,15 +388,10 @@ class ModelRunner:
 
     def _probabilities(
         self, rounds: Sequence[ScheduledRequest], round: Round, logits: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Tensor:
         """The logits of `_run_target` -> the target's distributions, float[B, k + 1, V], with zeros
-        for the drafts that a request does not have; and all logits, without a grammar's masks if
-        logprobs are asked for (the copy takes time)."""
-        unmasked = logits
-        asks = any(count is not None for count in round.setting("logprobs"))
-        if round.masks is not None and asks:
-            unmasked = logits.clone()  # masks are applied in place
-        counts = [len(item.logits) for item in rounds]
+        for the drafts that a request does not have."""
+        counts = [item.num_logits for item in rounds]
         owners: list[int] = []  # the request of each row
         depths: list[int] = []  # the drafts before it
         for b, count in enumerate(counts):
@@ -389,38 +400,30 @@ class ModelRunner:
         # The rows of prompts, which come after those of rounds, are not sampled.
         probs = round.probabilities(logits[: len(owners)], owners, depths)  # [·, V]
         if min(counts) < round.width:
-            return pad_sequence(probs.split(counts), batch_first=True), unmasked
-        return probs.unflatten(0, (-1, round.width)), unmasked
+            return pad_sequence(probs.split(counts), batch_first=True)
+        return probs.unflatten(0, (-1, round.width))
 
-    def _logprobs(
-        self,
-        rounds: Sequence[ScheduledRequest],
-        round_tokens: Sequence[list[int]],
-        logits: Tensor,
-    ) -> list[list[TokenLogprob]]:
-        """The records of each round's tokens; none if its request does not ask for them. A draft,
-        or its correction, has the row that verified it. logits: as `run_rounds` returns them."""
-        logprobs = []
-        for item, new in zip(rounds, round_tokens):
-            records = []
-            num_top = item.request.settings.logprobs
-            if num_top is not None:
-                rows = logits[item.logits[: len(new)], : self.drawing.vocab_size]
-                records = token_logprobs(rows, new, num_top)
-            logprobs.append(records)
-        return logprobs
+    def _drawn(self, item: ScheduledRequest, tokens: list[int], logits: Tensor) -> Drawn:
+        """Add the log-probabilities of the tokens, if they are asked for. A draft, or its
+        correction, has the row that verified it."""
+        num_top = item.request.settings.logprobs
+        if num_top is None:
+            return Drawn(tokens)
+        rows = logits[item.logits[: len(tokens)], : self.drawing.vocab_size]
+        return Drawn(tokens, token_logprobs(rows, tokens, num_top))
 
     def _record_prompts(self, scheduled: Sequence[ScheduledRequest], logits: Tensor) -> None:
-        """Enter the records of prompt tokens. logits: as `_run_target` returns them."""
+        """Enter the log-probabilities of prompts' tokens, where they are asked for."""
         for item in scheduled:
-            positions = item.prompt_positions
-            if positions:
+            if item.num_scores:
                 request = item.request
-                rows = check_finite(logits[item.prompt, : self.drawing.vocab_size])
-                tokens = request.tokens[positions.start + 1 : positions.stop + 1]
-                records = token_logprobs(rows, tokens, request.settings.prompt_logprobs)
+                start = item.start
+                stop = start + item.num_scores
+                rows = check_finite(logits[item.scores, : self.drawing.vocab_size])
+                following = request.tokens[start + 1 : stop + 1]
+                records = token_logprobs(rows, following, request.settings.prompt_logprobs)
                 # They may be there already: after a preemption, or from a sibling.
-                request.prompt_logprobs[positions.start : positions.stop] = records
+                request.prompt_logprobs[start:stop] = records
 
     def _finish(self, request: Request, new: list[int], stats: RoundStats) -> list[int]:
         """Append what a round made to the text, up to an end-of-text. Returns the new tokens."""

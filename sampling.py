@@ -26,7 +26,8 @@ Cost: a sort of the vocabulary for top-k and top-p. gpu/draw.py finds their thre
 sort, and cpu/ sorts only the likely tokens.
 
     B rows, one request each · k drafted tokens · V vocabulary
-    key: (seed, position) as one int64, which is hashed · stream: key ^ role, the input of one pick
+    key: an int64 made of seed and position · stream: key ^ role, from which a pick's numbers are
+    hashed
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ def soften(logits: Tensor, temperature: float | Tensor) -> Tensor:
 
 
 def keep_top(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Top-k, then top-p. probs: float64[B, V]; top_k (0: no filter) and top_p: float64[B, 1]."""
+    """Top-k, then top-p. probs: float64[B, V]; top_k (below 1: no filter) and top_p (1 or more: no
+    filter): float64[B, 1]."""
     ordered, index = probs.sort(dim=-1, descending=True, stable=True)  # ties: the lower index first
     rank = torch.arange(probs.shape[-1], device=probs.device)
     is_top_k = (rank < top_k) | (top_k < 1)
@@ -135,7 +137,8 @@ class NotFinite(UserError):
 
 def check_finite(x: Tensor, masked: bool = True) -> Tensor:
     """Return x: [B, V], logits or probabilities. NotFinite if one of its numbers is NaN or
-    infinite. masked: some numbers of a row may be −∞."""
+    infinite. masked: some numbers of a row may be −∞; then the largest of each row is looked at,
+    which is NaN or ∞ if any of them is."""
     if math.isfinite(x.sum(dtype=torch.float32)):  # quick test: then every term is finite
         return x
     numbers = x.amax(-1) if masked else x
@@ -250,10 +253,10 @@ def pick(probs: Tensor, streams: Tensor) -> Tensor:
 
 
 class Keyed:
-    """The rng of a step. Row b's numbers depend only on (seeds[b], positions[b], role).
+    """The rng of a call. Row b's numbers depend only on (seeds[b], positions[b], role).
 
-    seeds, positions: int64[B]; role: the role of `pick`, one for all rows or int64[B]; draw: the
-    function that `pick` calls (Ops.pick). `accept` decides on draft j with the role accept_role(j).
+    seeds, positions: int64[B]. `pick` draws with `role`, one for all rows or int64[B], by the
+    function `draw` (Ops.pick). `accept` decides on draft j with the role accept_role(j) instead.
     `rng[rows]` is the rng of these rows.
     """
 

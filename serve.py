@@ -360,5 +360,5 @@ if __name__ == "__main__":
         from app.server import main
     except ModuleNotFoundError as error:
         needs = f"the server needs the package {error.name}"
-        sys.exit(refuse(f"{needs}: pip install -r requirements-extra.txt"))
+        sys.exit(refuse(f"{needs}: pip install '.[server]'"))
     sys.exit(main())

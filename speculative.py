@@ -373,11 +373,11 @@ def main() -> None:
 
     distribution = enumerate_distribution(run)
     wanted = sequential_distribution(target, (1,), 3, (0,), lambda logits: logits.softmax(-1))
-    print("text, its probability by speculation, and by the target alone")
-    for text, mass in wanted.items():
-        print(f"{str(text):10} {distribution[text]:.15f}  {mass:.15f}")
+    print("output, its probability by speculation, and by the target without drafts")
+    for output, mass in wanted.items():
+        print(f"{str(output):10} {distribution[output]:.15f}  {mass:.15f}")
     error = distance(distribution, wanted)
-    print(f"{len(wanted)} texts: the probabilities differ by at most {error:.1e}")
+    print(f"{len(wanted)} outputs: the probabilities differ by at most {error:.1e}")
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from loading import DRAFTS, Draft, Model, load_draft
 from model import Llama
 from quant import nf4, widths
 from request import OutputStream, Request, Settings
+from sampling import Keyed, probabilities
 from settings import VERIFY, Options
 from testing.folders import CHATML, write_model
 from testing.heads import random_head, write_head
@@ -94,13 +95,21 @@ def test_text_of_the_plain_loop_is_the_engines(model, draft, base, monkeypatch, 
     assert exact.speculation.acceptance > 0.3
 
 
-def test_greedy_text_is_the_argmax_of_the_plain_forward_pass(model):
-    result = generate(PROMPT, model, temperature=0, max_tokens=20)
-    tokens = list(result.prompt_tokens)
-    for token in result.tokens:
-        logits = model.llama(torch.tensor(tokens))
-        assert token == int(logits[-1, :259].argmax())  # 259 and 260 are padding
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_plain_loop_draws_each_token_from_the_whole_forward_pass(model, temperature):
+    """With the random numbers of its seed and position, up to an end of text."""
+    settings = Settings(temperature=temperature, top_k=30, seed=7, max_tokens=20)
+    request = model.request(PROMPT, settings)
+    tokens = list(request.tokens)
+    for token in plain_loop(model, request):
+        logits = model.llama(torch.tensor(tokens))[-1:, :259]  # 259 and 260 are padding
+        rng = Keyed(torch.tensor([7]), torch.tensor([len(tokens)]))
+        assert token == int(rng.pick(probabilities(logits, temperature, 30)))
         tokens.append(token)
+    drawn = tokens[request.num_prompt_tokens :]
+    end = drawn.index(drawn[9])
+    request.eos_token_ids = {drawn[9]}
+    assert [*plain_loop(model, request)] == drawn[: end + 1] and len(drawn) == 20
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
@@ -197,7 +206,7 @@ def test_a_grammar_without_its_package_is_one_line(model, monkeypatch):
     """And a text without a grammar needs no package."""
     monkeypatch.setitem(sys.modules, "llguidance", None)
     monkeypatch.setattr(model, "grammars", Grammars(model.tokenizer, model.eos_token_ids))
-    with pytest.raises(UserError, match="needs the package llguidance: .* requirements-extra.txt$"):
+    with pytest.raises(UserError, match=r"the package llguidance: pip install '.\[server\]'$"):
         generate("Once", model, regex="a+")
     with pytest.raises(UserError, match="schema and regex are given"):
         Settings(regex="a", schema={})

@@ -30,7 +30,7 @@ from testing.toys import END, SPELLING, FourTokens, Letters, Place, grammars, ne
 from testing.worlds import RULES
 from tokenizer import Tokenizer
 
-pytest.importorskip("llguidance", reason="requirements-extra.txt is not installed")
+pytest.importorskip("llguidance", reason="the extra 'server' is not installed")
 import automaton
 import bounds
 import grammar as grammar_page
@@ -486,7 +486,7 @@ def test_a_text_whose_grammar_is_interrupted_leaves_nothing(model, monkeypatch):
         patch.setattr("runner.GrammarState", interrupted)
         with pytest.raises(KeyboardInterrupt):
             list(engine.batcher.run([first]))
-    assert first.seq == -1
+    assert first.seq is None
     engine.batcher.cancel(first)
     list(engine.batcher.run([second]))  # the cache has one row
     assert len(new_tokens(second)) == 8

@@ -40,7 +40,7 @@ WINGS = {  # the pages of checkpoint/ that a page of the root may import
     "exercise": {"app.shell"},
     "loading": {f"checkpoint.{page}" for page in "eagle generation hub load".split()},
 }
-BACKEND = {*ORDER[: ORDER.index("paged")], "speculative", "drafters", "eagle"} - {"flash"}
+BACKEND = {*ORDER[: ORDER.index("paged")], "speculative", "drafters", "eagle", "runner"} - {"flash"}
 MAY_IMPORT = {
     "checkpoint": {"checkpoint", *ORDER},
     "app": {"app", "checkpoint", *ORDER},

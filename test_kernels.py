@@ -690,7 +690,7 @@ class Contract:
                 wanted.append(features_of(exact[model].args[0], text)[len(text) - n :])
             compared.append((features.values, torch.cat(wanted)))
         for seq, text in zip(sum(seqs, []), sum(texts, [])):
-            cache.commit(seq, [*text, 0], 1)
+            cache.commit(seq, [*text, 0])
         for llama, reference, (text, *_) in zip(models, exact, texts):  # and without the cache
             logits = llama(self.on(torch.tensor(text)), logits_indices=slice(-2, None))
             compared.append((logits, reference(text)[-2:]))

@@ -213,10 +213,10 @@ def test_commit_keeps_the_text_without_its_last_token():
     cache = KVCache(KVSpec(1, 1, 2), 9)
     seq, _ = cache.open(())
     cache.extend([(seq, [5, 6, 0, 0, 0])])
-    cache.commit(seq, [5, 6, 7, 8], 2)  # of three drafts one is accepted; 8 is the correction
+    cache.commit(seq, [5, 6, 7, 8])  # of three drafts one is accepted; 8 is the correction
     assert cache.sequence(seq).tokens == [5, 6, 7]
     cache.extend([(seq, [8])])
-    cache.commit(seq, [5, 6, 7, 8, 9], 1)
+    cache.commit(seq, [5, 6, 7, 8, 9])
     assert cache.sequence(seq).tokens == [5, 6, 7, 8]
 
 
@@ -385,7 +385,7 @@ def test_quantized_logits_do_not_depend_on_cuts_layouts_or_truncated_tokens(bits
     for _ in range(2):  # in the paged cache; the second finds the blocks of the first
         seq, num_cached = cache.open(tokens)
         logits = llama(text[num_cached:], cache.extend([(seq, tokens[num_cached:])]))
-        cache.commit(seq, [*tokens, 0], 1)
+        cache.commit(seq, [*tokens, 0])
         cache.free(seq)
     assert num_cached == 32
     torch.testing.assert_close(logits, expected[32:], atol=1e-9, rtol=1e-9)

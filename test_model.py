@@ -80,7 +80,6 @@ def test_the_cases_cover_what_they_should():
 
 
 @torch.inference_mode()
-@torch.inference_mode()
 def test_tokens_are_those_of_one_text(compiler):
     """Nothing else is read, or read as other tokens."""
     llama = Llama.load("tiny", "cpu", torch.float32)

@@ -156,7 +156,7 @@ class PagedMachine(RuleBasedStateMachine):
         """All that is stored is kept. What was read before is found at once."""
         seq = self.pick(i)
         text = self.texts[seq]
-        self.cache.commit(seq, [*text, 0], 1)
+        self.cache.commit(seq, [*text, 0])
         found, num_cached = self.cache.open([*text, 0])
         assert num_cached == len(text) // S * S
         self.cache.free(found)
@@ -235,7 +235,7 @@ def last_logits(
     seq, num_cached = cache.open(tokens)
     metadata = cache.extend([(seq, tokens[num_cached:])])
     logits = llama(torch.tensor(tokens[num_cached:]), metadata, slice(-1, None))
-    cache.commit(seq, [*tokens, 0], 1)
+    cache.commit(seq, [*tokens, 0])
     return logits[0], num_cached, seq
 
 
@@ -265,19 +265,24 @@ def stored(cache: PagedCache, tokens: list[int]) -> int:
     """A new sequence with these tokens."""
     seq, num_cached = cache.open(tokens)
     cache.extend([(seq, tokens[num_cached:])])
-    cache.commit(seq, [*tokens, 0], 1)
+    cache.commit(seq, [*tokens, 0])
     return seq
 
 
-def test_least_recently_used_goes_first_and_beginnings_stay_longest():
-    cache = small_cache(8, 4)
+@pytest.mark.parametrize("is_used_again", [False, True])
+def test_least_recently_used_goes_first_and_beginnings_stay_longest(is_used_again):
+    """A free block goes before both."""
+    cache = small_cache(9, 4)
     a = list(range(16))
     b = list(range(100, 116))
     for text in (a, b):
         cache.free(stored(cache, text))
-    assert cache.check() == (0, 8, 0)
-    stored(cache, [200] * 9)  # takes three blocks: a's tail
-    assert [cache.open(text + [1])[1] for text in (b, a)] == [16, 4]
+    if is_used_again:
+        cache.free(cache.open([*a, 1])[0])
+    assert cache.check() == (1, 8, 0)
+    stored(cache, [200] * 9)  # takes three blocks: the free one, and a tail
+    found = [cache.open([*text, 1])[1] for text in (b, a)]
+    assert found == ([8, 16] if is_used_again else [16, 8])
 
 
 def test_what_may_be_truncated_is_not_found_yet():
@@ -288,11 +293,11 @@ def test_what_may_be_truncated_is_not_found_yet():
     assert cache.open(list(range(9)))[1] == 0  # drafts, perhaps
     seq, _ = cache.open([0])
     cache.extend([(seq, list(range(8)))])
-    cache.commit(seq, [0, 1, 2, 3, 4, 5, 50], 1)  # 6 and 7 were rejected
+    cache.commit(seq, [0, 1, 2, 3, 4, 5, 50])  # 6 and 7 were rejected
     cache.extend([(seq, [50, 51])])
     corrected = [0, 1, 2, 3, 4, 5, 50, 51, 0]
     assert cache.open(list(range(9)))[1] == 4 and cache.open(corrected)[1] == 4
-    cache.commit(seq, corrected, 1)
+    cache.commit(seq, corrected)
     assert cache.open(corrected)[1] == 8
 
 
@@ -339,22 +344,6 @@ def test_blocks_that_fit():
 
 
 # ---- The block pool by itself
-
-
-def test_free_blocks_go_first_then_the_least_recently_used():
-    pool = BlockPool(4)
-    a, b, c = pool.take(3)
-    for block, tokens in ((a, (1,)), (b, (2,)), (c, (3,))):
-        pool.cache_block(block, (0, tokens))
-    for block in (b, a, c):
-        pool.release(block)
-    assert list(pool.idle) == [b, a, c] and pool.available == 4
-    assert pool.cached[0, (2,)] == b
-    pool.share(b)
-    pool.release(b)
-    assert list(pool.idle) == [a, c, b]
-    assert a in pool.take(2) and len(pool.idle) == 2
-    assert (0, (1,)) not in pool.cached and (0, (3,)) in pool.cached
 
 
 def test_a_hash_is_never_given_twice():

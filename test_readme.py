@@ -57,7 +57,7 @@ def test_tables_and_pictures_are_those_of_the_results():
 
 def test_the_table_of_bounds_is_that_of_the_code():
     """A row's numbers, in order. At each bound, and beyond it, there is a test of its page."""
-    pytest.importorskip("app.server", reason="requirements-extra.txt is not installed")
+    pytest.importorskip("app.server", reason="the extra 'server' is not installed")
     from app import asgi, connections, fields, openai, server
 
     after = DOCUMENTS["docs/server.md"].partition("<!-- bounds -->")[2]
@@ -179,7 +179,7 @@ def test_the_python_in_it_runs(capsys):
     (block,) = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
     lines = block.splitlines()
     if find_spec("llguidance") is None:
-        lines = [line for line in lines if "requirements-extra.txt" not in line]
+        lines = [line for line in lines if "the extra server" not in line]
     names: dict[str, object] = {}
     exec("\n".join(lines), names)
     assert capsys.readouterr().out.strip()

@@ -354,7 +354,7 @@ def test_logprobs_are_those_of_a_plain_pass(pair, coupled):
 
 def test_logprobs_beside_a_grammar_are_those_of_the_model(pair):
     """Not those of the logits that are masked."""
-    pytest.importorskip("llguidance", reason="requirements-extra.txt is not installed")
+    pytest.importorskip("llguidance", reason="the extra 'server' is not installed")
     requests = []
     for gamma in (0, 3):
         requests.append(pair_request(pair, PROMPTS[0], logprobs=2, gamma=gamma, regex="[ab]*"))
@@ -395,7 +395,7 @@ def test_a_step_that_is_interrupted_leaves_nothing(pair, where, fails, kv, budge
     with pytest.raises(KeyboardInterrupt):
         while True:
             runner.step([runner.schedule(request)])
-    assert request.seq == -1 and not runner.cache._sequences
+    assert request.seq is None and not runner.cache._sequences
     assert not runner.drafter.cache._sequences
     again = pair_request(pair, PROMPTS[2], max_tokens=20)
     play(runner, [again])
@@ -455,7 +455,7 @@ def test_nan_of_a_draft_is_told_and_nothing_is_accepted(coupled):
     with pytest.raises(UserError, match="^the draft's logits are not finite"):
         runner.step([runner.schedule(request)])
     assert request.tokens == [1] and not request.rounds
-    assert request.seq < 0 and not runner.drafter.seqs  # it was closed
+    assert request.seq is None and not runner.drafter.seqs  # it was closed
 
 
 def test_a_drafter_catches_up_by_no_more_than_a_budget():
@@ -464,7 +464,7 @@ def test_a_drafter_catches_up_by_no_more_than_a_budget():
     prompt = [*range(10)] * 5
     seq, _ = cache.open(prompt)
     cache.extend([(seq, prompt)])
-    cache.commit(seq, [*prompt, 0], 1)
+    cache.commit(seq, [*prompt, 0])
     cache.free(seq)
     runner = scripted_runner([0] * 100, [0] * 100, budget=8)
     runner.cache = cache

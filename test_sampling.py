@@ -274,49 +274,26 @@ def test_every_key_has_a_stream_of_its_own():
     assert len(every.unique()) == len(every)  # a chance coincidence: 2 in ten million
 
 
-def test_rng_of_a_row_is_a_function_of_its_own_key():
+def test_some_rows_of_an_rng_draw_what_they_draw_beside_the_others():
+    """However many numbers are asked for."""
     generator = torch.Generator().manual_seed(1)
-    seeds = torch.randint(-(2**63), 2**63 - 1, (7,), generator=generator)
-    for trial in range(10):
-        positions = torch.randint(0, 5000, (7,), generator=generator)
-        prob = torch.rand(7, 5, generator=generator)
-        probs = torch.rand(7, 40, generator=generator)
-        probs[probs < 0.7] = 0  # each row has its own support
-        probs[:, 3] += 0.1
-        roles = torch.tensor([TEXT, draft_role(0), draft_role(1)] * 3)[:7]
-        rng = Keyed(seeds, positions, roles)
-        accepted = rng.accept(prob)
-        picked = rng.pick(probs)
-        assert torch.equal(accepted[:, :2], rng.accept(prob[:, :2]))  # however many are asked for
-        assert torch.equal(picked, rng.pick(torch.cat((probs, torch.zeros(7, 9)), 1)))
-        for b in range(7):
-            alone = Keyed(seeds[b : b + 1], positions[b : b + 1], int(roles[b]))
-            assert torch.equal(accepted[b], alone.accept(prob[b : b + 1])[0])
-            assert picked[b] == alone.pick(probs[b : b + 1])
-        for rows in (slice(None), slice(1, None, 3), [4, 0, 4]):
-            assert torch.equal(rng[rows].pick(probs[rows]), picked[rows])
-            assert torch.equal(rng[rows].accept(prob[rows]), accepted[rows])
+    roles = torch.tensor([TEXT, draft_role(0), draft_role(1)] * 2)
+    rng = Keyed(torch.arange(6) - 3, torch.randint(0, 5000, (6,), generator=generator), roles)
+    prob = torch.rand(6, 5, generator=generator)
+    probs = torch.rand(6, 40, generator=generator)
+    accepted, picked = rng.accept(prob), rng.pick(probs)
+    for rows in (slice(None), slice(1, None, 3), slice(2, 3), [4, 0, 4]):
+        wider = torch.cat((probs[rows], torch.zeros_like(probs[rows])), 1)
+        assert torch.equal(rng[rows].pick(wider), picked[rows])
+        assert torch.equal(rng[rows].accept(prob[rows, :2]), accepted[rows, :2])
 
 
 def test_edges_of_the_uniform(monkeypatch):
-    for u, dtype in product((0.0, 2.0**-52, 1 - 2.0**-52), (torch.float32, torch.float64)):
-        constant = torch.tensor(u, dtype=torch.float64)
-        monkeypatch.setattr(sampling, "uniform", lambda bits: constant.expand(bits.shape).clone())
-        rng = Keyed(torch.tensor([1]), torch.tensor([1]))
-        accepted = rng.accept(torch.tensor([[0.0, 1.0]], dtype=dtype))
-        assert accepted.tolist() == [[False, True]]  # u < prob, strictly: also for u = 0
-        for probs, only in (
-            ([0.0, 1.0, 0.0], 1),
-            ([1.0, 0.0, 0.0], 0),
-            ([0.0, 0.0, 1e-38], 2),
-            ([0.0, 0.4, 0.6], 2),
-        ):
-            assert rng.pick(torch.tensor([probs], dtype=dtype)).item() == only
-
-
-def test_extreme_bits_give_a_uniform_below_1_and_finite_noise(monkeypatch):
+    """Whatever the bits: u is below 1, and strictly below what is accepted, also if it is 0; the
+    noise is finite."""
     for bits, u in (
         (0, 0.0),
+        (2**12, 2.0**-52),
         (-1, 1 - 2.0**-52),
         (-(2**63), 0.5),
         (2**63 - 1, 0.5 - 2.0**-52),
@@ -324,9 +301,14 @@ def test_extreme_bits_give_a_uniform_below_1_and_finite_noise(monkeypatch):
         monkeypatch.setattr(sampling, "mix", lambda z: torch.full_like(z, bits))
         rng = Keyed(torch.tensor([5]), torch.tensor([6]))
         assert pick_uniforms(rng, 3).tolist() == [[u] * 3]
-        assert rng.pick(torch.tensor([[0.0, 0.3, 0.7]])).item() == 2
         noise = sampling.exponential(rng.streams, 3)
         assert 0 < noise.min() and noise.isfinite().all() and noise.dtype == torch.float64
+        for dtype in (torch.float32, torch.float64):
+            accepted = rng.accept(torch.tensor([[0.0, 1.0]], dtype=dtype))
+            assert accepted.tolist() == [[False, True]]
+            probs = [[0, 1, 0], [1, 0, 0], [0, 0, 1e-38], [0, 0.4, 0.6]]
+            picked = [rng.pick(torch.tensor([p], dtype=dtype)).item() for p in probs]
+            assert picked == [1, 0, 2, 2]
 
 
 @given(

@@ -24,7 +24,7 @@ from generate import Engine
 from loading import Draft, Model, load_draft
 from request import OutputStream, Result, Settings
 
-pytest.importorskip("llguidance", reason="requirements-extra.txt is not installed")
+pytest.importorskip("llguidance", reason="the extra 'server' is not installed")
 pytest.importorskip("jsonschema", reason="the validator is installed by .ci/run")
 from jsonschema import Draft202012Validator, FormatChecker
 

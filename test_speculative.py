@@ -1,6 +1,6 @@
 """Speculative sampling: verification by its formulas, and the random numbers of production."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import product
 
 import pytest
@@ -13,7 +13,7 @@ import museum
 from kernels import Ops
 from proof import Walk, WalkingRng, enumerate_distribution, surprise
 from request import Request, Settings
-from sampling import TEXT, Keyed, counters, draft_role, mix, probabilities, uniform
+from sampling import Keyed
 from settings import SETTINGS
 from speculative import (
     Drawing,
@@ -24,7 +24,6 @@ from speculative import (
 )
 from testing.toys import (
     COPY,
-    CPU,
     DRAFT,
     Kind,
     Place,
@@ -174,40 +173,6 @@ def test_verify_survives_a_residual_without_mass(function):
     assert function(p, q, torch.tensor([[1]]), Refuses())[1].tolist() == [0]
 
 
-def test_roles_that_share_numbers_change_the_distribution():
-    """40,000 seeds with production's rng: right as it is, and wrong if two roles are one."""
-    n = 40_000
-    p = torch.tensor([0.5, 0.3, 0.2])
-    q = torch.tensor([0.2, 0.2, 0.6])
-    seeds = torch.arange(n)
-    positions = torch.full((n,), 7)
-
-    class Shared(Keyed):
-        """`accept` uses the first number that `pick` in this role uses."""
-
-        accept_as: int | None = None
-
-        def accept(self, prob):
-            if self.accept_as is None:
-                return super().accept(prob)
-            return uniform(mix(mix(self.keys ^ self.accept_as) + counters(1, CPU))) < prob
-
-    def error(role: int = draft_role(0), accept_as: int | None = None) -> float:
-        drafted = Keyed(seeds, positions, role).pick(q.expand(n, -1))
-        rng = Shared(seeds, positions)
-        rng.accept_as = accept_as
-        both = torch.stack((p, p)).expand(n, -1, -1)
-        proposed = torch.stack((q, torch.zeros(3))).expand(n, -1, -1)
-        accepted, token = verify_block(both, proposed, drafted[:, None], rng)
-        first = torch.where(accepted > 0, drafted, token)
-        return (torch.bincount(first, minlength=3) / n - p).abs().max().item()
-
-    assert error() < 0.01
-    assert error(role=TEXT) > 0.02
-    assert error(accept_as=draft_role(0)) > 0.02
-    assert error(accept_as=TEXT) > 0.02
-
-
 WRONG_KEYS = (
     ("draft_role(j)", "TEXT"),
     ("draft_role(j)", "draft_role(0)"),
@@ -250,44 +215,7 @@ def test_coupled_drafts_are_accepted_as_often_as_the_paper_says():
     assert torch.equal(token[accepted > 0], rng[1::2].pick(p[:, 1])[accepted > 0])
 
 
-# ---- A round: a row's settings, seed and positions
-
-
-def test_round_gives_each_row_its_own_settings_seed_and_position():
-    chosen = [
-        Settings(0.5, seed=4),
-        Settings(1.0, top_k=2, seed=5),
-        Settings(0, min_p=0.1, seed=6),
-        Settings(2.0, top_p=0.5, seed=7),
-    ]
-    requests = [Request([1] * (i + 1), each) for i, each in enumerate(chosen)]
-    round = Round(requests, [1, 2, 3, 0], Drawing(5), target=Place())
-    logits = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
-    rows = [2, 0, 1, 3, 0]
-    probs = round.probabilities(logits, rows, [0] * len(rows))  # two columns are padding
-    for row, one, got in zip(rows, logits, probs):
-        s = chosen[row]
-        alone = probabilities(one[:5], s.temperature, s.top_k, s.top_p, s.min_p)
-        assert torch.allclose(got, alone, atol=1e-7)
-
-    def picks(keys: Sequence[tuple[int, int, int]], probs: Tensor) -> list[int]:
-        """One row after the other."""
-        rngs = [Keyed(torch.tensor([s]), torch.tensor([at]), role) for s, at, role in keys]
-        return [int(rng.pick(row[None])) for rng, row in zip(rngs, probs)]
-
-    probs = torch.full((8, 50), 0.02)  # flat: a pick shows its rng
-    assert round.draft_rng(1, [2, 0]).pick(probs[:2]).tolist() == picks(
-        [(6, 3, draft_role(1)), (4, 1, draft_role(1))], probs
-    )
-    assert round.text_rng().pick(probs[:4]).tolist() == picks(
-        [(4, 1, TEXT), (5, 2, TEXT), (6, 3, TEXT), (7, 4, TEXT)], probs
-    )
-    round = Round(requests, [1, 1, 1, 0], Drawing(5, coupled=True), target=Place())
-    assert round.draft_rng(1, [2, 0]).pick(probs[:2]).tolist() == picks(
-        [(6, 4, TEXT), (4, 2, TEXT)], probs
-    )
-    keys = [(4 + i, 1 + i + j, TEXT) for i in range(4) for j in range(2)]
-    assert round.text_rng().pick(probs).tolist() == picks(keys, probs)
+# ---- A round
 
 
 def test_distributions_of_drafts_are_kept_as_they_were_drawn_from():

@@ -189,9 +189,9 @@ class Tokenizer:
         parts = Finder(self.specials).split(text)
         return parts[1] if len(parts) > 1 else ""
 
-    def template(self, tools: list[Json] | None) -> str | None:
-        """The source of the chat template, with tools or without."""
-        return self.chat_template if tools is None else self.tool_template
+    def template(self, has_tools: bool) -> ChatTemplate | None:
+        """The chat template, of conversations with tools or without."""
+        return self._templates.get(self.tool_template if has_tools else self.chat_template)
 
     def chat(
         self,
@@ -205,12 +205,11 @@ class Tokenizer:
         """The tokens of a conversation, [{"role": …, "content": …}, …], laid out by the chat
         template, which may use enable_thinking. most: as in `encode`; how: more values for the
         template, if it names them."""
-        source = self.template(tools)
-        if source is None:
+        template = self.template(tools is not None)
+        if template is None:
             raise UserError(
                 "there is no chat template; use a text, or a folder with a chat_template.jinja"
             )
-        template = self._templates[source]
         parts = template.parts(messages, add_generation_prompt, enable_thinking, tools, how)
         return self._join(parts, True, most)
 

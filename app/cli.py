@@ -156,9 +156,10 @@ def print_results(
 
 
 def read_text(name: str) -> str:
-    """A file's text, or standard input's."""
+    """A file's text, or standard input's, without a byte order mark."""
     try:
-        return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+        text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+        return text.removeprefix("\ufeff")
     except (OSError, ValueError) as error:  # not UTF-8, or no name of a file
         raise UserError(f"{name} cannot be read: {error}") from None
 

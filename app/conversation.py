@@ -29,7 +29,7 @@ def read_conversation(messages: Sequence[ChatMessage], one_call: bool) -> list[M
     last = 0  # the message before the results
     waiting: dict[str, list[tuple[int, str]]] = {}  # id -> its calls: their places, their functions
     for n, message in enumerate(messages):
-        turn = read_message(f"messages[{n}]", message)
+        turn = turn_of(f"messages[{n}]", message)
         if turn["role"] == "tool":
             place = bind(f"messages[{n}]", turn, waiting)
             keyed.append(((last, place, True), turn))
@@ -64,7 +64,7 @@ def bind(where: str, result: Message, waiting: dict[str, list[tuple[int, str]]])
     return place
 
 
-def read_message(where: str, message: ChatMessage) -> Message:
+def turn_of(where: str, message: ChatMessage) -> Message:
     """One message. HttpError if it has no content, and needs one."""
     role = "system" if message.role == "developer" else message.role
     if role != "assistant" and "content" not in message.model_fields_set:

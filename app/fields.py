@@ -89,7 +89,7 @@ NEUTRAL = {name: values for values, text in GROUPS for name in text.split()}
 HARMLESS = set(
     """
     user safety_identifier metadata request_id session_id service_tier api_type api_server
-    legacy_api
+    legacy_api prediction
     cache_prompt prompt_cache_key prompt_cache_options prompt_cache_retention id_slot n_cache_reuse
     n_keep n_discard truncation_length truncation_side backend_sampling stream_interval
     speculative.n_max speculative.n_min speculative.p_min speculative.type
@@ -325,7 +325,7 @@ def read_body(data: bytes, kind: type[T]) -> T:
     if data.count(b"[") + data.count(b"{") > MAX_BRACKETS:
         raise HttpError(400, f"the body has more than {MAX_BRACKETS:,} lists and objects")
     try:
-        body = parse_json(data.decode())
+        body = parse_json(data.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise HttpError(400, f"the body is not JSON: {brief(error, 200)}") from None
     if not isinstance(body, dict):

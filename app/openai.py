@@ -23,14 +23,19 @@ from uuid import uuid4
 from app.asgi import HttpError
 from app.conversation import read_conversation
 from app.fields import Body, ChatBody, TextBody, read_body
+from app.thoughts import ThoughtReader, Thoughts, after_thoughts, find_thoughts
 from app.tools import (
+    NO_TOOLS,
     CallFormat,
     CallReader,
+    Delta,
     Tools,
     call_format,
     call_grammar,
 )
+from bounds import check_bounds
 from errors import TooManyTokens, UserError, brief
+from grammar import lark_of
 from loading import Model
 from request import Message, OutputStream, Result, Settings
 from sampling import TokenLogprob
@@ -64,10 +69,19 @@ class Offer:
     limit: int  # tokens of prompt and answer
     settings: Settings  # what the command line chose: γ
 
-    @property
-    def call_format(self) -> CallFormat | None:
-        """How the model writes calls; None: it was not trained to, or they are not read here."""
-        return call_format(self.model.tokenizer.tool_template or "")
+    @cached_property
+    def call_format(self) -> CallFormat | str:
+        """How the model writes calls; a text: why they are not read."""
+        template = self.model.tokenizer.template(True)
+        if template is None:
+            return NO_TOOLS
+        return call_format(template.ask, self.model.tokenizer.specials)
+
+    @cached_property
+    def thoughts(self) -> Thoughts | None:
+        """The tags of the model's thoughts; None: it has none."""
+        template = self.model.tokenizer.template(False)
+        return template and find_thoughts(template.ask, template.source)
 
     @cached_property
     def longest_token(self) -> int:
@@ -84,6 +98,8 @@ class Asked:
     body: ChatBody | TextBody
     streams: list[OutputStream]  # n of the first prompt, then n of the second, …
     tools: Tools | None
+    tags: Thoughts | None  # of the thoughts before each answer
+    is_inside: bool  # the prompt has begun the thoughts
 
     @property
     def follows(self) -> Grammar | None:
@@ -113,7 +129,14 @@ def read_request(data: bytes, is_chat: bool, offer: Offer) -> Asked:
     tools = read_tools(body, offer) if is_chat else None
     prompts = read_chat(body, tools, offer) if is_chat else read_prompts(body, offer)
     check_whole("n", body.n, 1, MAX_CHOICES // len(prompts), f" ({len(prompts)} prompts)")
-    settings = read_settings(body, tools, offer)
+    settings = read_settings(body, offer)
+    tags = offer.thoughts if is_chat else None
+    is_inside = tags is not None and tags.begin_in(end_of(prompts[0], offer))
+    if tags is not None and body.reasoning_format == "none":
+        raise bad(
+            "reasoning_format", "reasoning_format is 'none': thoughts are told apart; use auto"
+        )
+    settings = with_calls(settings, body, tools, tags, is_inside)
     if body.echo:
         settings = replace(settings, prompt_logprobs=settings.logprobs)
         check_echo(body.n * sum(map(len, prompts)), settings.logprobs)
@@ -128,7 +151,7 @@ def read_request(data: bytes, is_chat: bool, offer: Offer) -> Asked:
             streams.append(stream)
     if body.origins and not body.stream:
         raise bad("origins", "origins is told in chunks: set stream to true, or leave it out")
-    return Asked(body, streams, tools)
+    return Asked(body, streams, tools, tags, is_inside)
 
 
 # ---- Prompts
@@ -138,7 +161,9 @@ def read_chat(body: ChatBody, tools: Tools | None, offer: Offer) -> list[list[in
     """The tokens of a conversation. A model without a chat template goes on from its texts."""
     if not body.messages:
         raise bad("messages", "messages must be a list of one message or more")
-    conversation = read_conversation(body.messages, one_call=False)
+    form = offer.call_format
+    one_call = isinstance(form, CallFormat) and form.separator is None
+    conversation = read_conversation(body.messages, one_call)
     how = template_options(body)
     declared = None
     if tools is not None:
@@ -193,6 +218,11 @@ def read_prompts(body: TextBody, offer: Offer) -> list[list[int]]:
 
 def is_tokens(prompt: Any) -> bool:
     return isinstance(prompt, list) and all(type(token) is int for token in prompt)
+
+
+def end_of(prompt: list[int], offer: Offer) -> str:
+    """The last characters of a prompt, with its control tokens."""
+    return offer.model.tokenizer.decode(prompt[-20:], special=True)
 
 
 def check_characters(conversation: Sequence[Message], offer: Offer) -> None:
@@ -257,11 +287,8 @@ def read_tools(body: ChatBody, offer: Offer) -> Tools | None:
         )
     if choice.type == "none" or not functions:
         return None
-    if offer.call_format is None:
-        raise bad(
-            "tools",
-            "tools is not supported: leave it out, or serve a model whose chat template has tools",
-        )
+    if isinstance(offer.call_format, str):
+        raise bad("tools", f"tools is not supported: {offer.call_format}")
     return Tools(
         functions,
         form=offer.call_format,
@@ -273,7 +300,7 @@ def read_tools(body: ChatBody, offer: Offer) -> Tools | None:
 # ---- Settings
 
 
-def read_settings(body: ChatBody | TextBody, tools: Tools | None, offer: Offer) -> Settings:
+def read_settings(body: ChatBody | TextBody, offer: Offer) -> Settings:
     """UserError or HttpError for a bad value. A top_k or seed of −1 is vLLM's and llama.cpp's."""
     chosen = dict(body.model_extra)  # temperature and the like
     if chosen.get("top_k") == -1:  # all
@@ -296,10 +323,10 @@ def read_settings(body: ChatBody | TextBody, tools: Tools | None, offer: Offer) 
         if body.top_logprobs and not body.logprobs:
             raise bad("top_logprobs", "top_logprobs needs logprobs: set it to true")
         chosen["logprobs"] = body.top_logprobs if body.logprobs else None
-    return replace(offer.settings, **chosen, **read_constraint(body, tools))
+    return replace(offer.settings, **chosen, **read_constraint(body))
 
 
-def read_constraint(body: Body, tools: Tools | None = None) -> Fields:
+def read_constraint(body: Body) -> Fields:
     """What the text follows, as a setting: schema, regex, choice or grammar. HttpError or UserError
     if fields ask for several, or if one cannot be read."""
     asked = [(path, "schema", schema) for path, schema in read_schemas(body).items()]
@@ -309,8 +336,6 @@ def read_constraint(body: Body, tools: Tools | None = None) -> Fields:
     for name, value in outputs.model_extra.items():
         setting = "schema" if name == "json" else name
         asked.append((f"structured_outputs.{name}", setting, value))
-    if tools is not None:
-        asked.append(("tools", "grammar", call_grammar(tools)))
     if len(asked) > 1:
         paths = [path for path, _, _ in asked]
         raise bad(paths[-1], f"{' and '.join(paths)} are given: a text follows one of them")
@@ -320,6 +345,33 @@ def read_constraint(body: Body, tools: Tools | None = None) -> Fields:
         except UserError as error:
             raise bad(path, f"{path}: {error}") from None
     return {setting: value for _, setting, value in asked}
+
+
+def with_calls(
+    settings: Settings, body: Body, tools: Tools | None, tags: Thoughts | None, is_inside: bool
+) -> Settings:
+    """The settings, with a grammar for calls, or for the answer as it is asked for, after
+    thoughts."""
+    follows = settings.follows
+    if tools is None and (tags is None or follows is None):
+        return settings
+    lark = None
+    if follows is not None:
+        try:
+            check_bounds(follows)
+            lark = nested(lark_of(follows))
+        except UserError as error:
+            raise bad(next(iter(read_schemas(body)), "structured_outputs"), str(error)) from None
+    if tools is not None:
+        lark = call_grammar(tools, lark)
+    if lark is not None and tags is not None:
+        lark = after_thoughts(tags, is_inside, nested(lark))
+    return replace(settings, schema=None, regex=None, choice=None, grammar=lark)
+
+
+def nested(lark: str) -> str:
+    """A grammar in Lark, as a part of another one."""
+    return f"%lark {{\n{lark}\n}}"
 
 
 def read_schemas(body: Body) -> Fields:
@@ -359,6 +411,7 @@ class Reply:
         ]
         self.offsets = [0] * len(asked.streams)
         self.num_tokens: dict[int, int] = {}  # of each text
+        self.thoughts = [ThoughtReader(asked.tags, asked.is_inside) for _ in asked.streams]
         self.readers: list[CallReader] = []  # of each text that may call functions
         if asked.tools is not None:
             names = [function.name for function in asked.tools.functions]
@@ -431,17 +484,21 @@ class Reply:
         return self.tokenizer.decode(self.asked.streams[index].result.prompt_tokens)
 
     def _message(self, index: int, text: str, is_last: bool) -> Fields:
-        """The next piece of a chat's text, as a message: its content, and its calls."""
-        if not self.readers:
-            return {"content": text}
-        delta = self.readers[index].feed(text, is_last)
-        if not delta.calls:
-            return {"content": delta.content}
+        """The next piece of a chat's text, as a message: its content, thoughts, and calls."""
+        thoughts, text = self.thoughts[index].feed(text, is_last)
+        delta = Delta(text)
+        if self.readers:
+            delta = self.readers[index].feed(text, is_last)
+        message: Fields = {"content": delta.content}
+        if thoughts:
+            message["reasoning_content"] = thoughts
         calls = list(delta.calls.values())
-        if not self.asked.body.stream:
-            for call in calls:
+        if calls:
+            message |= {"content": delta.content or None, "tool_calls": calls}
+        for call in calls:
+            if not self.asked.body.stream:
                 del call["index"]
-        return {"content": delta.content or None, "tool_calls": calls}
+        return message
 
     def _other_fields(
         self, index: int, logprobs: Sequence[TokenLogprob], result: Result | None

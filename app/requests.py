@@ -1,9 +1,11 @@
 """Requests from a file, one JSON object a line.
 
     {"prompt": "Once upon a time", "max_tokens": 40, "seed": 1, "id": "a"}
+    {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 40}
 
-The prompt is a text, or chat messages; settings have the names that `Settings` gives them. A bad
-line becomes an error that keeps the line's `id`; the other lines are served.
+The prompt is a text, or chat messages; `messages` is another name for these. Settings have the
+names that `Settings` gives them. A bad line becomes an error that keeps the line's `id`; the other
+lines are served.
 """
 
 import json
@@ -19,7 +21,7 @@ from settings import Options, Settings, refuse_value, settings_of
 if TYPE_CHECKING:
     from loading import Model
 
-NAMES = ("prompt", "id", "system", "raw", *Settings.__dataclass_fields__)
+NAMES = ("prompt", "messages", "id", "system", "raw", *Settings.__dataclass_fields__)
 
 
 @dataclass
@@ -67,7 +69,7 @@ def read_requests(
             elif line.fields.get("raw") is False and use_template is False:
                 chat = None  # it takes --raw back: the model's template, if it has one
             request = model.request(
-                line.fields["prompt"],
+                line.fields.get("prompt", line.fields.get("messages")),
                 settings_of(line.fields, defaults),
                 options,
                 system if own_system is None else own_system,
@@ -97,8 +99,11 @@ def parse_object(text: str) -> dict[str, Any]:
 
 def check_fields(fields: dict[str, Any]) -> None:
     """UserError for a name or a type that is not known. `Settings` checks its own."""
+    if "custom_id" in fields:
+        raise UserError("a batch's line is for a server (serve.py), which takes its body")
     check_names(fields, NAMES, "field of a line")
-    if not isinstance(fields.get("prompt"), str | list):
-        refuse_value("prompt", fields.get("prompt"), "a text, or chat messages")
+    prompt = fields.get("prompt", fields.get("messages"))
+    if not isinstance(prompt, str | list) or {"prompt", "messages"} <= fields.keys():
+        refuse_value("prompt", prompt, "a text, or chat messages, and one of prompt and messages")
     if not isinstance(fields.get("raw"), bool | None):
         refuse_value("raw", fields["raw"], "true or false")

@@ -62,6 +62,7 @@ from loading import Model
 from request import Result, Settings
 from serve import Answer, BatchServer, QueueFull, Unavailable, reply
 
+PATHS = "OpenAI's protocol is at /v1/chat/completions, /v1/completions and /v1/models"
 PAGE = Path(__file__).parent / "page.html"
 # Reading a body takes a thread the longer, the larger the body is. Bodies above SMALL_BODY have
 # threads of their own, so that small ones never wait for them.
@@ -362,7 +363,7 @@ def http_error(error: Exception, path: str = "") -> HttpError:
     if isinstance(error, HttpError):
         return error
     if isinstance(error, HTTPException):  # of starlette's router
-        words = f"there is no {brief(path, 100)} here"
+        words = f"there is no {brief(path, 100)} here: {PATHS}"
         if error.status_code == 405:
             words = f"{path} is for {error.headers['Allow']}"
         return HttpError(error.status_code, words, headers=error.headers)

@@ -12,6 +12,7 @@ PyTorch or Python too, is a bug and keeps its traceback.
 
 import argparse
 import os
+import re
 import signal
 import sys
 import warnings
@@ -168,6 +169,12 @@ def number_or_word(text: str) -> float | str:
     return text
 
 
+def version() -> str:
+    """Of the project."""
+    text = (Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8")
+    return re.search(r'^version = "(.+)"$', text, re.MULTILINE)[1]
+
+
 class Parser(argparse.ArgumentParser):
     """Refuses in one line; no flag may be abbreviated. examples: lines after the flags."""
 
@@ -179,6 +186,7 @@ class Parser(argparse.ArgumentParser):
             formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=30),
             allow_abbrev=False,
         )
+        self.add_argument("--version", action="version", version=version())
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         parsed, unknown = self.parse_known_args(args, namespace)

@@ -257,6 +257,8 @@ def test_a_bad_line_keeps_its_id_and_the_others_are_served(base, capsys, tmp_pat
         ('{"prompt": "a", "tempratur": 1}', "(did you mean temperature?)"),
         ('{"prompt": "a", "id": 9, "max_tokens": null, "stop": ""}', "stop is ''"),
         ("[]", "it holds a list"),
+        ('{"prompt": "a", "messages": []}', "prompt is 'a'"),
+        ('{"custom_id": "a", "body": {}}', "a batch's line is for a server"),
         ('{"prompt": "a", ', "enclosed in double quotes at character 17: a line must be"),
     ]
     (tmp_path / "prompts").write_text("\ufeff" + "\n\n".join(line for line, _ in lines))
@@ -270,7 +272,7 @@ def test_a_bad_line_keeps_its_id_and_the_others_are_served(base, capsys, tmp_pat
             assert "id" in result and result["id"] == json.loads(line)["id"]
         if why:
             assert result["finish_reason"] == "error" and f"line {2 * i + 1} is left out" in err
-    assert len(results[0]["tokens"]) == 2 and "1 of 12, 11 left out: 2 tokens" in err
+    assert len(results[0]["tokens"]) == 2 and "1 of 14, 13 left out: 2 tokens" in err
     assert "line 1: 2 tokens" in err
 
 
@@ -356,10 +358,10 @@ def test_fields_of_a_line_override_flags(instruct, capsys, tmp_path):
 def test_a_grammar_comes_from_a_file_from_standard_input_or_as_it_stands(
     base, capsys, tmp_path, monkeypatch
 ):
-    pytest.importorskip("llguidance", reason="requirements-extra.txt is not installed")
+    pytest.importorskip("llguidance", reason="the extra 'server' is not installed")
     schema = '{"enum": ["yes", "no"]}'
     (tmp_path / "schema").write_text(schema)
-    (tmp_path / "lark").write_text('start: "yes" | "no"')
+    (tmp_path / "lark").write_text('\ufeffstart: "yes" | "no"')  # with a byte order mark
     texts = set()
     for flags in (
         ("--schema", tmp_path / "schema"),

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-pytest.importorskip("app.server", reason="requirements-extra.txt is not installed")
+pytest.importorskip("app.server", reason="the extra 'server' is not installed")
 import uvicorn
 
 from app import connections

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-pytest.importorskip("app.server", reason="requirements-extra.txt is not installed")
+pytest.importorskip("app.server", reason="the extra 'server' is not installed")
 from app import fields
 from app.asgi import HttpError
 from app.openai import Offer

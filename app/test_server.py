@@ -27,10 +27,9 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("app.server", reason="requirements-extra.txt is not installed")
+pytest.importorskip("app.server", reason="the extra 'server' is not installed")
 import grammar as grammar_page
 from app import asgi, openai, server
-from app import fields as fields_page
 from app import metrics as metrics_page
 from app.asgi import HttpError
 from app.fields import MAX_BRACKETS, ChatBody
@@ -74,14 +73,10 @@ def alone(prompt: str = PROMPT, **settings):
 
 
 def test_the_fields_of_settings_make_the_texts_of_generate():
+    """test_fields.py has more, at random."""
     asked = [
-        (dict(), dict()),
         (dict(temperature=0.9, top_p=0.8, seed=3), dict(temperature=0.9, top_p=0.8, seed=3)),
-        (dict(temperature=1, top_k=5, min_p=0.1, seed=4), dict(temperature=1, top_k=5, min_p=0.1)),
-        (dict(temperature=1, top_k=-1, seed=4), dict(temperature=1)),
-        (dict(stop=" a"), dict(stop=" a")),
         (dict(stop=["x", " there"]), dict(stop=["x", " there"])),
-        (dict(max_tokens=3), dict(max_tokens=3)),
         (dict(max_completion_tokens=2, max_tokens=7), dict(max_tokens=2)),
         (dict(stop=None, n=None, logprobs=None, seed=None, user="x", colour=None), dict()),
     ]
@@ -377,25 +372,6 @@ def test_an_answer_follows_its_schema():
             assert (status, error["param"]) == (400, name)
 
     run(scenario)
-
-
-def test_the_fields_keep_their_meaning():
-    """Each planted bug is seen by the test of its field."""
-    planted = [
-        (fields_page, "HARMLESS", {"ignore_eos"}, test_ends_of_text_can_be_ignored_and_added),
-        (
-            openai,
-            "read_settings",
-            lambda body, tools, offer: Settings(temperature=0, seed=0, max_tokens=8),
-            test_the_fields_of_settings_make_the_texts_of_generate,
-        ),
-        (openai, "finite", abs, test_logprobs_are_those_of_the_command_line),
-    ]
-    for owner, name, wrong, test in planted:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(owner, name, wrong)
-            with pytest.raises(AssertionError):
-                test()
 
 
 # ---- Errors

@@ -9,21 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("app.server", reason="requirements-extra.txt is not installed")
+pytest.importorskip("app.server", reason="the extra 'server' is not installed")
 import grammar
 from app.asgi import HttpError
 from app.conversation import read_conversation
 from app.fields import ChatBody, Function
 from app.openai import Offer, Reply
 from app.server import http_error
-from app.tools import (
-    BARE,
-    TAGGED,
-    CallFormat,
-    CallReader,
-    Tools,
-    call_grammar,
-)
+from app.tools import CallFormat, CallReader, Tools, call_grammar
 from conftest import TIMES
 from errors import UserError
 from loading import Model
@@ -39,14 +32,15 @@ from testing.http import (
     refused,
     run,
 )
-from testing.tools import POINT, TEMPLATES, TOOLS, with_tools
+from testing.tools import BARE, POINT, TAGGED, TEMPLATES, TOOLS, with_tools
 
 ADD = '{"name": "add", "arguments": {"a": 1}}'
 SAY = '{"name": "say", "parameters": {"text": "}\\"{\\\\", "to": {"x": [{}]}}}'
 SAID = '{"text": "}\\"{\\\\", "to": {"x": [{}]}}'
 OTHER = '{"name": "sub", "arguments": {}}'
-TEXT = '{"name": "add", "arguments": "{}"}'
+TEXT = '{"name": "add", "arguments": "no"}'
 SPOILT = '{"name": "add", "arguments": {"a": one [}}}'
+SWAPPED = '{"arguments": {"a": 1}, "name": "add"}'
 Calls = list[tuple[str, str]]  # names, arguments
 
 
@@ -54,6 +48,7 @@ def tag(call: str) -> str:
     return f"<tool_call>\n{call}\n</tool_call>"
 
 
+READ_ADD = [("add", '{"a": 1}')]
 READ: list[tuple[str, str, Calls]] = [  # a text, its content, its calls
     ("", "", []),
     ("Hi <there>. ", "Hi <there>. ", []),
@@ -63,18 +58,32 @@ READ: list[tuple[str, str, Calls]] = [  # a text, its content, its calls
     (f"{tag(ADD)}\n\nDone. ", "\n\nDone. ", [("add", '{"a": 1}')]),
     (SAY, "", [("say", SAID)]),
     (f" <|python_tag|>{SAY}\n", "", [("say", SAID)]),
-    (f"{SAY}\n{SAY} Done", f"\n{SAY} Done", [("say", SAID)]),
-    (f"{SAY}; {SAY}", f"; {SAY}", [("say", SAID)]),
+    (f"{SAY}\n{SAY} Done", " Done", [("say", SAID)] * 2),
+    (f"{SAY}; {SAY}; {OTHER}", f"; {OTHER}", [("say", SAID)] * 2),
+    (tag(f"{SAY}\n{ADD}") + tag(ADD), "", [("say", SAID), *[("add", '{"a": 1}')] * 2]),
     ('{"type": "function", ' + SAY[1:], "", [("say", SAID)]),
     (f"<tool_call>{ADD}</tool_call>{tag(ADD)}", "", [("add", '{"a": 1}')] * 2),
     (tag('{"name":"add","arguments":{}}'), "", [("add", "{}")]),
+    # Keys in another order, more of them, fewer of them; lists.
+    (tag(SWAPPED) + "So", "So", READ_ADD),
+    (tag('{"id": "x1", "name": "add", "arguments": {"a": 1}, "type": "function"}'), "", READ_ADD),
+    (tag('{"name": "add", "arguments": "{\\"a\\": 1}"}'), "", READ_ADD),
+    (tag('{"name": "add", "arguments": null}'), "", [("add", "{}")]),
+    (tag('{"name": "add"}'), "", [("add", "{}")]),
+    (tag(f"[{ADD}, {ADD}]") + tag(ADD), "", READ_ADD * 3),
+    (SWAPPED, "", READ_ADD),
+    (f"[{ADD}]", "", READ_ADD),
+    (f"[{ADD}] So", f"[{ADD}] So", []),
     # Nearly calls.
     (f"I say {SAY}", f"I say {SAY}", []),
     (OTHER, OTHER, []),
     (f"{tag(OTHER)} {tag(ADD)}", tag(OTHER), [("add", '{"a": 1}')]),
     (f"{ADD}\n{tag(ADD)}", ADD, [("add", '{"a": 1}')]),
-    ('{"name": "add"}', '{"name": "add"}', []),
-    ('{"arguments": {}, "name": "add"}', '{"arguments": {}, "name": "add"}', []),
+    ('{"name": "sub"}', '{"name": "sub"}', []),
+    ('{"arguments": {}, "name": "sub"}', '{"arguments": {}, "name": "sub"}', []),
+    (tag(f"[{ADD}, {OTHER}]"), tag(f"[{ADD}, {OTHER}]"), []),
+    (tag(SWAPPED[:-1]), tag(SWAPPED[:-1]), []),
+    ('["a", "b"] or {"a": 1}', '["a", "b"] or {"a": 1}', []),
     (tag(TEXT), tag(TEXT), []),
     (f"<tool_call>{tag(ADD)}", "<tool_call>", [("add", '{"a": 1}')]),
     # Cut, or spoilt.
@@ -119,7 +128,23 @@ def test_a_text_is_divided_into_content_and_calls(text, content, calls):
         assert divided(form, pieces) == (content, calls, is_whole)
 
 
-PARTS = [*READ[3][0].split(), tag(ADD), SAY, OTHER, "; ", "\n", " ", '{"name": ', "\\", "}", "Hi"]
+PARTS = [
+    SWAPPED,
+    tag(SWAPPED),
+    tag(f"[{ADD}]"),
+    "<tool_call>[{",
+    *READ[3][0].split(),
+    tag(ADD),
+    SAY,
+    OTHER,
+    "; ",
+    "\n",
+    " ",
+    '{"name": ',
+    "\\",
+    "}",
+    "Hi",
+]
 
 
 @given(
@@ -138,7 +163,7 @@ def test_it_does_not_matter_how_a_text_is_cut(form, parts, sizes):
     assert divided(form, [*pieces, ""]) == whole
 
 
-@pytest.mark.parametrize("begun", ["", "<tool_call>", '<tool_call>{"name":'])
+@pytest.mark.parametrize("begun", ["", "<tool_call>"])
 def test_white_space_without_an_end_is_not_held_back(begun):
     reader = CallReader(TAGGED, {"add"})
     shown = reader.feed(begun, False).content
@@ -184,7 +209,7 @@ TAKEN = [
 @pytest.mark.parametrize("form, column", [(TAGGED, 1), (BARE, 2)], ids=["tagged", "bare"])
 @pytest.mark.parametrize("kind", "MmPp")
 def test_a_grammar_takes_what_it_should(form, column, kind):
-    pytest.importorskip("llguidance", reason="requirements-extra.txt is not installed")
+    pytest.importorskip("llguidance", reason="the extra 'server' is not installed")
     model = Model.load("tiny", "cpu")
     how = dict(form=form, must_call=kind in "Mm", is_parallel=kind in "MP")
     lark = call_grammar(Tools(FUNCTIONS, **how))
@@ -336,8 +361,7 @@ def test_calls_in_a_loop(model):
 def test_an_answer_is_divided_into_content_and_calls(model):
     """At once and streamed; and why it ended."""
     offer = Offer(model, "tiny", 900, settings=Settings())
-    add = f'{{"name": "add", "{offer.call_format.arguments}": {{"a": 1}}}}'
-    call = tag(add) if offer.call_format.is_tagged else add
+    call = tag(ADD) if offer.call_format.opening else BARE_ADD
     add_alone = {"type": "function", "function": {"name": "add"}}
     assert not read(True, offer, tools=TOOLS, tool_choice=add_alone).tools.is_parallel
     for text, reason, tells in (
@@ -376,14 +400,14 @@ def test_past_calls_are_laid_out_as_objects(model):
     offer = Offer(model, "tiny", 900, settings=Settings())
     (stream,) = read(True, offer, messages=messages).streams
     laid_out = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-    if not offer.call_format.is_tagged:
-        laid_out = '{"name": "add", "arguments": {"a": 1}}'
+    if not offer.call_format.opening:
+        laid_out = BARE_ADD
     lines = ["user: Hi", "assistant: ", laid_out, "tool: 2", "assistant: So."]
     text = model.tokenizer.decode(stream.request.tokens)
     assert [line for line in text.split("\n") if line] == "\n".join(lines).split("\n")
     call["function"]["arguments"] = ""  # from a stream without pieces
     (stream,) = read(True, offer, messages=messages).streams
-    assert '"arguments": {}' in model.tokenizer.decode(stream.request.tokens)
+    assert 's": {}' in model.tokenizer.decode(stream.request.tokens)
 
 
 def called(*names: str) -> dict:
@@ -431,7 +455,7 @@ def test_results_are_bound_to_calls_by_their_ids(one_call):
 
 
 def test_functions_reach_the_template_as_they_were_sent():
-    sent = {"description": "", "name": "f", "parameters": {"properties": {}, "type": "object"}}
+    sent = {"name": "f", "description": "", "parameters": {"properties": {}, "type": "object"}}
     strict = {"type": "function", "function": sent | {"strict": True}}
     bare = {"function": {"name": "g"}, "type": "function"}
     first, second = (tool.as_sent() for tool in ChatBody(tools=[strict, bare]).tools)
@@ -472,7 +496,6 @@ WRONG = [
         "tool_choice is not supported: leave it out, or give",
     ),
     (function() | dict(parallel_tool_calls=1), "parallel_tool_calls is 1"),
-    (function() | dict(response_format={"type": "json_object"}), "response_format and tools are"),
     (past([1]), "messages[0].tool_calls[0].function.arguments."),
     (
         dict(messages=[dict(role="assistant", tool_calls=[1])]),

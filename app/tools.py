@@ -23,7 +23,10 @@ Not covered: other forms ([TOOL_CALLS], Python's notation, arguments before the 
 """
 
 import json
-from collections.abc import Collection
+import os
+import re
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from uuid import uuid4
@@ -31,26 +34,16 @@ from uuid import uuid4
 import regex  # it matches texts that break off amid a pattern; `re` does not
 
 from app.fields import FUNCTION_NAME, Function
+from errors import brief
+from grammar import read_schema
 
-# The head of a call, up to its arguments. ␣ is white space (see `pattern`).
-HEAD = (
-    r'\{␣(?:"type"␣:␣"function"␣,␣)?'
-    rf'"name"␣:␣"(?P<name>{FUNCTION_NAME})"␣,␣"(?:arguments|parameters)"␣:␣(?=\{{)'
-)
 LEXEME = regex.compile(r'(?s)[^"{}\\]+|\\.|["{}]')  # of JSON, as far as its end depends on it
 # Spaces as in the templates. If white space were free, a small model might write nothing else.
 SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-
-
-class CallFormat(NamedTuple):
-    """How a model writes a call."""
-
-    opening: regex.Pattern  # the tag, if there is one, and the head
-    closing: regex.Pattern  # what follows the arguments
-    arguments: str  # the name of the arguments
-    is_tagged: bool
-    call: str  # a rule in Lark: a call
-    text: str  # a terminal in Lark: a text that calls nothing
+NO_TOOLS = "leave it out, or serve a model whose chat template has tools"
+# What templates are asked with: no template has these words.
+NAME, KEY, ID, TEXT = "zqname", "zqkey", "zqcall00", "zqtext"
+ARGUMENTS = "\0"  # in the form of a call
 
 
 def pattern(text: str) -> regex.Pattern:
@@ -59,31 +52,76 @@ def pattern(text: str) -> regex.Pattern:
     return regex.compile(text.replace("␣", r"\s{0,9}"))
 
 
-TAGGED = CallFormat(
-    pattern(f"␣<tool_call>␣{HEAD}"),
-    pattern(r"␣\}␣</tool_call>"),
-    arguments="arguments",
-    is_tagged=True,
-    call='opening "\\n" function "\\n</tool_call>"',
-    text="/(?s:.+)/ & ~/(?s:.*)<tool_call>(?s:.*)/",
-)
-BARE = CallFormat(
-    pattern(rf"^␣(?:<\|python_tag\|>␣)?{HEAD}"),
-    pattern(r"␣\}"),
-    arguments="parameters",
-    is_tagged=False,
-    call="function",
-    text=r"/\s*[^{\s](?s:.*)/",
+PAIR = r'"(?:id|type|index)"␣:␣(?:"[^"\\]{0,99}"|\w{1,32})'
+HEAD = pattern(  # of a call, up to its arguments
+    rf'\{{␣(?:{PAIR}␣,␣){{0,3}}"name"␣:␣"(?P<name>{FUNCTION_NAME})"␣,␣'
+    r'"(?:arguments|parameters)"␣:␣(?=\{)'
 )
 
 
-def call_format(template: str) -> CallFormat | None:
-    """How a model with this chat template writes calls; None: in none of these forms."""
-    if "<tool_call>" in template:
-        return TAGGED
-    if regex.search(r'"parameters\\?": ', template):
-        return BARE
-    return None
+class CallFormat(NamedTuple):
+    """How a model writes a call."""
+
+    written: str  # a call of NAME with ARGUMENTS
+    opening: str  # the tag before it, or nothing
+    closing: str  # the tag behind it, or nothing
+    separator: str | None  # between two calls; None: a message of its template has one call
+
+
+def call_format(lay_out: Callable[..., str], control: Collection[str]) -> CallFormat | str:
+    """How a chat template writes the calls of an earlier answer; a text: why they are not read.
+    lay_out: the text that it makes of a conversation, or nothing if it fails. control: tokens that
+    no text spells."""
+    function = {"name": NAME, "description": NAME, "parameters": {"type": "object"}}
+    called = {"name": NAME, "arguments": {KEY: TEXT}}
+
+    def answered(content: str, *ids: str) -> str:
+        said: dict[str, Any] = {"role": "assistant", "content": content}
+        if ids:
+            said["tool_calls"] = [{"id": id, "type": "function", "function": called} for id in ids]
+        asked = {"role": "user", "content": KEY}
+        return lay_out([asked, said], tools=[{"type": "function", "function": function}])
+
+    plain = answered(TEXT)
+    once = answered("", f"{ID}0")
+    written = once[len(os.path.commonprefix([plain, once])) :]
+    if NAME not in plain + once:
+        return NO_TOOLS
+    if KEY not in written:
+        return "the chat template shows no call of an earlier answer as a model; leave it out"
+    shown = brief(written.replace(NAME, "NAME").replace(KEY, "A").replace(TEXT, "B"), 100)
+    written = written.removesuffix(plain.rpartition(TEXT)[2])
+    for token in control:
+        written = written.partition(token)[0]
+    call = written.strip()
+    parts = answered("", f"{ID}0", f"{ID}1").split(call or NAME)
+    form = CallFormat(
+        re.sub(rf"\{{[^{{}}]*{KEY}[^{{}}]*\}}", ARGUMENTS, call),
+        opening=re.split(r"\[?\s*\{", call)[0].strip(),
+        closing=call.rpartition("}")[2].strip("]\n "),
+        separator=parts[1] if len(parts) == 3 and not {*control} & {*parts[1].split()} else None,
+    )
+    reader = CallReader(form, [NAME])
+    if reader.feed(written, True).content or not reader.has_called or ID in written:
+        return f"the chat template writes calls as {shown!r}, which is not read here; leave it out"
+    return form
+
+
+def calls_in(text: str, names: Collection[str]) -> list[tuple[str, str]]:
+    """The functions that JSON calls, and their arguments: an object or a list, with keys in any
+    order. None at all if it is something else, or calls another function."""
+    calls = []
+    with suppress(AttributeError, KeyError, RecursionError, TypeError, ValueError):
+        value = json.loads(text, strict=False)
+        for call in value if isinstance(value, list) else [value]:
+            arguments = call.get("arguments", call.get("parameters")) or {}
+            if isinstance(arguments, str):
+                arguments = json.loads(arguments)
+            if call["name"] not in names or not isinstance(arguments, dict):
+                return []
+            calls.append((call["name"], json.dumps(arguments, ensure_ascii=False)))
+        return calls
+    return []
 
 
 class Tools(NamedTuple):
@@ -114,10 +152,19 @@ class CallReader:
         self.names = names
         self.num_calls = 0
         self._rest = ""  # the end of the text, which is not divided yet
+        self._held = ""  # what came before it, and belongs to the next call, if it is one
         self._read_next = self._read_content  # the state: the method for what comes next
         self._is_first = True  # no content since the beginning, or since the last call
         self._depth = 0  # braces that are open in the arguments
         self._in_string = False
+        tag = regex.escape(form.opening)
+        closing = regex.escape(form.closing)
+        end = rf"(?:␣,␣{PAIR}){{0,3}}␣\}}"  # of a call, behind its arguments
+        self._opening = pattern(rf"␣{tag}␣(?=[\[{{])")
+        if not tag:  # it comes first, and a text that is JSON may be an answer
+            self._opening = pattern(r'^␣(?:<\|python_tag\|>␣)?(?=\{␣"(?:[intap])|\[␣\{)')
+        self._next = pattern(rf"^␣[,;]?␣(?=\{{)|{self._opening.pattern}")  # behind a call
+        self._closing = pattern(rf"{end}␣(?:{closing}|(?=[,;]?\s?\{{))" if closing else end)
 
     @property
     def has_called(self) -> bool:
@@ -140,34 +187,51 @@ class CallReader:
     # Each of these takes the beginning of the rest, and returns whether to go on.
 
     def _read_content(self, delta: Delta, is_last: bool) -> bool:
-        """Read the content before the next call, and the head of that call."""
+        """Read the content before the next call, and what opens that call."""
         match = None
-        if self._is_first or self.form.is_tagged:
-            match = self.form.opening.search(self._rest, partial=not is_last)
+        if self._is_first or self.form.opening:
+            is_next = self._is_first and self.num_calls > 0
+            opening = self._next if is_next else self._opening
+            match = opening.search(self._rest, partial=not is_last)
         content = self._take(len(self._rest) if match is None else match.start())
         is_between_calls = content.isspace() and self._is_first and self.num_calls > 0
         if content and not is_between_calls:
             self._add_content(delta, content)
         if match is None or match.partial:
             return False
-        head = self._take(len(match[0]))
-        is_one_too_many = self.num_calls > 0 and not self.form.is_tagged
-        if match["name"] not in self.names or is_one_too_many:
-            self._add_content(delta, head)
-            return True
-        delta.calls[self.num_calls] = {
-            "index": self.num_calls,
-            "id": f"call_{uuid4().hex}",
-            "type": "function",
-            "function": {"name": match["name"], "arguments": ""},
-        }
-        self.num_calls += 1
-        self._read_next = self._read_arguments
+        self._held = self._take(len(match[0]))
+        self._read_next = self._read_head
         return True
 
     def _add_content(self, delta: Delta, content: str) -> None:
         delta.content += content
         self._is_first = False
+        self._read_next = self._read_content
+
+    def _read_head(self, delta: Delta, is_last: bool) -> bool:
+        """Read a call up to its arguments, so that these can be told as they come."""
+        match = HEAD.match(self._rest, partial=not is_last)
+        if match is not None and match.partial:
+            return False
+        if match is None:
+            self._read_next = self._read_block
+            return True
+        head = self._take(len(match[0]))
+        if match["name"] in self.names:
+            self._begin(delta, match["name"])
+            self._read_next = self._read_arguments
+        else:
+            self._add_content(delta, self._held + head)
+        return True
+
+    def _begin(self, delta: Delta, name: str, arguments: str = "") -> None:
+        delta.calls[self.num_calls] = {
+            "index": self.num_calls,
+            "id": f"call_{uuid4().hex}",
+            "type": "function",
+            "function": {"name": name, "arguments": arguments},
+        }
+        self.num_calls += 1
 
     def _read_arguments(self, delta: Delta, is_last: bool) -> bool:
         """Read up to the brace that closes the arguments."""
@@ -188,9 +252,27 @@ class CallReader:
         part["function"]["arguments"] += self._take(size)
         return self._depth == 0
 
+    def _read_block(self, delta: Delta, is_last: bool) -> bool:
+        """Read JSON up to the closing tag, or without tags all of the text: keys may be in any
+        order. If it calls nothing, it is content from its first bracket on."""
+        text, closing, _ = self._rest.partition(self.form.closing or "\0")
+        if not (closing or is_last):
+            return False
+        calls = calls_in(text, self.names)
+        if not calls:
+            self._add_content(delta, self._held + self._take(1))
+            return True
+        self._take(len(text + closing))
+        for name, arguments in calls:
+            self._begin(delta, name, arguments)
+        self._is_first = True
+        self._read_next = self._read_content
+        return True
+
     def _read_closing(self, delta: Delta, is_last: bool) -> bool:
-        """Read what ends a call, if it is there: a spoilt call is over without it."""
-        match = self.form.closing.match(self._rest, partial=True)
+        """Read what ends a call, if it is there: a spoilt call is over without it. One more may
+        follow in the same tag."""
+        match = self._closing.match(self._rest, partial=True)
         if match is not None and match.partial and not is_last:
             return False
         self._take(0 if match is None else match.end())
@@ -202,35 +284,44 @@ class CallReader:
 # ---- Writing -----------------------------------------------------------------------------------
 
 
-def call_grammar(tools: Tools) -> str | None:
+def call_grammar(tools: Tools, answer: str | None = None) -> str | None:
     """A grammar, in Lark, of texts that call none but these functions; None if a text is free.
 
-    Arguments follow their schema if a text must call, or if the function is strict. Where a text
-    need not call, its content has no `<tool_call>` or, in the form without tags, no { at its start.
+    answer: a part of Lark: a text that calls nothing; None: it may be any text, but has no
+    opening tag or, in the form without tags, does not begin like a call. Arguments follow their
+    schema if a text must call, or if the function is strict.
     """
     is_strict = any(function.strict for function in tools.functions)
-    if not (tools.must_call or is_strict) and tools.is_parallel:
+    is_any = answer is None
+    if is_any and not (tools.must_call or is_strict) and tools.is_parallel:
         return None
     form = tools.form
-    has_several = tools.is_parallel and form.is_tagged
-    if tools.must_call:
-        start = 'call ("\\n" call)*' if has_several else "call"
-        opening = ': "<tool_call>"'
-    else:
-        start = "call* TEXT?" if has_several else "call | TEXT?"
-        opening = "[lazy]: /(?s:.*)<tool_call>/"  # after any text
+    tag = re.escape(form.opening).replace("/", r"\/")
+    is_after_text = bool(tag) and is_any and not tools.must_call
+    separator = form.separator if tools.is_parallel else None
+    several = "call" if separator is None else f"call ({json.dumps(separator)} call)*"
+    start = several if tools.must_call else f"{several} | answer?"
+    text = rf"/\s*[^{form.written[:1]}\s](?s:.*)/"
+    if tag:
+        text = rf"/(?s:.+)/ & ~/(?s:.*){tag}(?s:.*)/"
+    if is_after_text and tools.is_parallel:
+        start = "call* answer?"
+    opening = f": {json.dumps(form.opening)}"
+    if is_after_text:
+        opening = rf"[lazy]: /(?s:.*){tag}/"
     names = [f"function_{n}" for n in range(len(tools.functions))]
     rules = [
         f"start: {start}",
-        f"call: {form.call}",
+        f"call: opening ({' | '.join(names)})",
         f"opening{opening}",
-        f"TEXT: {form.text}",
-        f"function: {' | '.join(names)}",
+        f"answer: {answer or 'TEXT'}",
+        f"TEXT: {text}",
     ]
     for name, function in zip(names, tools.functions):
-        head = json.dumps(f'{{"name": "{function.name}", "{form.arguments}": ')
         schema = {"x-guidance": SPACES, "type": "object"}
         if tools.must_call or function.strict:
-            schema |= function.parameters
-        rules.append(f'{name}: {head} %json {json.dumps(schema)} "}}"')
+            schema |= read_schema(json.dumps(function.parameters))
+        call = form.written.removeprefix(form.opening).replace(NAME, function.name)
+        before, _, after = call.partition(ARGUMENTS)
+        rules.append(f"{name}: {json.dumps(before)} %json {json.dumps(schema)} {json.dumps(after)}")
     return "\n".join(rules)

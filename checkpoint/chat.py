@@ -123,6 +123,14 @@ class ChatTemplate:
             for part in parts
         ]
 
+    def ask(
+        self, messages: list[Message], add_generation_prompt: bool = False, tools: Any = None
+    ) -> str:
+        """The text that the template makes of messages, or nothing if it fails: to find out what a
+        model was trained to read and to write."""
+        options = {"add_generation_prompt": add_generation_prompt, "tools": tools}
+        return self._lay_out(messages, str, options)[0]
+
     def _render(self, messages: list[Message], options: Json) -> str:
         """The template's text, with stand-ins in the messages. UserError if the template has no
         place for them; a warning if it changes the last user message. options: what the template
@@ -135,9 +143,6 @@ class ChatTemplate:
                 f"the conversation has {len(written):,} characters: it may have {LONGEST:,}"
             )
         turns, options = json.loads(replace_surrogates(written))
-        for turn in turns:
-            thoughts = turn.pop("reasoning_content", None)
-            turn |= {name: thoughts for name in THOUGHTS if thoughts and name in self.source}
         of_users = [turn for turn in turns if turn["role"] == "user"]
         last = of_users[-1] if of_users else {"content": ""}
         last_text = last["content"].strip()
@@ -176,6 +181,9 @@ class ChatTemplate:
         """The text that the template makes of these turns, and an empty string; or an empty text,
         and what is wrong. form: makes what the template gets as a content."""
         messages = [turn | {"content": form(turn["content"])} for turn in turns]
+        for message in messages:
+            thoughts = message.pop("reasoning_content", None)
+            message |= {name: thoughts for name in THOUGHTS if thoughts and name in self.source}
         values = {**self.vocabulary.named, "documents": None, **options, "messages": messages}
         return render(self.source, values, self._letters)
 

@@ -3,9 +3,9 @@
 Llama 2, its kin (CodeLlama, Vicuna, TinyLlama) and Mistral are Llamas. A Mistral with a sliding
 window is one for texts of so many tokens: longer ones, where tokens look back over less, are not
 covered. Qwen 2.5 (model_type qwen2) is a Llama with biases of q, k and v; Qwen 3 has a norm of each
-head of q and of k. Their sliding windows must be off. The names are those of the file. A setting
-that changes the numbers and that the code lacks is refused by name; a setting without effect on
-them is ignored. Hub configs put the rotary base in `rope_theta`, `rope_scaling` or
+head of q and of k; their sliding windows are as a Mistral's. The names are those of the file. A
+setting that changes the numbers and that the code lacks is refused by name; a setting without
+effect on them is ignored. Hub configs put the rotary base in `rope_theta`, `rope_scaling` or
 `rope_parameters`, depending on their age.
 
 Invariant: `Config.load` reads what `to_dict` made of a folder's config. (A GGUF may divide
@@ -63,7 +63,7 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {  # None: absent
     "model_type": (*ARCHITECTURES,),
     "architectures": (None, [], *([name] for name in ARCHITECTURES.values())),
     "hidden_act": (None, "silu"),
-    "use_sliding_window": (None, False),
+    "use_sliding_window": (None, False, True),
     "is_causal": (None, True),
     "dual_chunk_attention_config": (None,),
     "partial_rotary_factor": (None, 1, 1.0),
@@ -191,9 +191,7 @@ class Config:
         }
         present = {name: value for name, value in data.items() if value is not None}
         num_layers = number(data, "num_hidden_layers")
-        check_setting("layer_types", data.get("layer_types"), None, ["full_attention"] * num_layers)
-        is_mistral = data["model_type"] == "mistral"
-        if is_mistral and data.get("sliding_window", 0) is not None:
+        if has_window(data, num_layers):
             window = number({"sliding_window": 4096} | present, "sliding_window")  # transformers'
             longest = number(present, "max_position_embeddings")
             present["max_position_embeddings"] = min(longest, window)
@@ -204,7 +202,7 @@ class Config:
             **{name: bool(data.get(name)) for name in FLAGS},
             rope_theta=number(rope, "rope_theta"),
             rope_scaling=parse_rope_scaling(rope),
-            model_type="llama" if is_mistral else data["model_type"],
+            model_type="llama" if data["model_type"] == "mistral" else data["model_type"],
             eos_token_ids=end_tokens(data),
             quantization=load_quantization(quantization),
         )
@@ -276,6 +274,23 @@ class Config:
                     f"{name} is {getattr(self, name)}, which {n} processes cannot share: it must "
                     f"be {rule}; start another number of processes"
                 )
+
+
+def has_window(data: Json, num_layers: int) -> bool:
+    """Whether a layer looks back over a sliding window: all of a Mistral's do; of a Qwen's with
+    use_sliding_window those of layer_types or, without it, those from max_window_layers on."""
+    kinds = data.get("layer_types")
+    is_mistral = data["model_type"] == "mistral"
+    if not (is_mistral or data.get("use_sliding_window")):
+        check_setting("layer_types", kinds, None, ["full_attention"] * num_layers)
+        return False
+    first = 0 if is_mistral else data.get("max_window_layers", 28)  # transformers'
+    if kinds is None and type(first) is int:
+        kinds = ["full_attention"] * first + ["sliding_attention"]
+        kinds = kinds[:num_layers]
+    for kind in kinds if isinstance(kinds, list) else [kinds]:
+        check_setting("layer_types", kind, "full_attention", "sliding_attention")
+    return "sliding_attention" in kinds and data.get("sliding_window", 0) is not None
 
 
 def parse_file(file: Path, parse: Callable[[Json], Any]) -> Any:

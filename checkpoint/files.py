@@ -33,10 +33,11 @@ def read_bytes(file: Path, limit: int) -> bytes:
 
 
 def read_bounded(file: Path, limit: int = LARGEST_JSON) -> str:
-    """An ordinary file's text. FileNotFoundError or UserError names it."""
+    """An ordinary file's text, without a byte order mark. FileNotFoundError or UserError names
+    it."""
     data = read_bytes(file, limit)
     try:
-        return data.decode()
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         problem = f"{error.reason} at byte {error.start}"
         raise UserError(f"{file} is not UTF-8 ({problem}): fetch it again") from None

@@ -72,6 +72,17 @@ GGUF_SETTINGS = {  # of a config.json -> of a GGUF, behind its architecture
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "rope_theta": "rope.freq_base",
 }
+UNREAD: dict[str, tuple[Any, ...]] = {  # what changes the numbers -> the values that do not
+    "pooling_type": (None, 0),  # others are of models that embed or rank texts
+    "classifier.output_labels": (None,),
+    "expert_count": (None, 0),
+    "logit_scale": (None, 0.0, 1.0),
+    "attn_logit_softcapping": (None, 0.0),
+    "final_logit_softcapping": (None, 0.0),
+    "attention.clamp_kqv": (None, 0.0),
+    "attention.max_alibi_bias": (None, 0.0),
+    "rope.scaling.attn_factor": (None, 1.0),  # of all scores
+}
 ROPE_FACTORS = "rope_freqs.weight"
 
 
@@ -149,12 +160,11 @@ def read_gguf_config(checkpoint: GGUFCheckpoint) -> Config:
     kind = architecture(gguf)
     try:
         check_setting("general.architecture", kind, *MODEL_TYPES)
-        check_setting(f"{kind}.expert_count", setting(gguf, "expert_count"), None, 0)
+        for name, values in UNREAD.items():
+            check_setting(f"{kind}.{name}", setting(gguf, name), *values)
         config = Config.parse(config_json(gguf))
         for name in ("rope.dimension_count", "attention.value_length"):
             check_setting(name, setting(gguf, name, config.head_dim), config.head_dim)
-        name = "rope.scaling.attn_factor"  # of all scores
-        check_setting(name, setting(gguf, name), None, 1.0)
     except UserError as error:
         raise UserError(f"{gguf.file}: {brief(error)}") from None
     if ROPE_FACTORS in gguf.tensors:
@@ -178,6 +188,7 @@ def config_json(gguf: GGUF) -> Json:
         "model_type": model_type,
         "sliding_window": window,
         "use_sliding_window": window is not None and model_type != "mistral",
+        "max_window_layers": 0,
         "is_causal": setting(gguf, "attention.causal"),
         "vocab_size": embedding.shape[0],
         "rope_scaling": {"rope_type": kind, "factor": factor} if is_scaled else None,

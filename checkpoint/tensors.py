@@ -104,9 +104,10 @@ class Checkpoint:
         """UserError unless the folder holds these tensors, and no other with an effect."""
         for name, (shape, dtype) in expected.items():
             if name not in self.headers:
-                raise UserError(
-                    f"tensor {name} {shape} is missing from {self.folder}: is the config its own?"
-                )
+                why = "is the config its own?"
+                if name.removeprefix("model.") in self.headers:
+                    why = "it has no model. in front: is this an embedding model?"
+                raise UserError(f"tensor {name} {shape} is missing from {self.folder}: {why}")
             stored = self.headers[name]
             where = f"tensor {name} in {self.files[name]}"
             dtypes = list(self.floats) if dtype == FLOAT else [dtype]

@@ -70,6 +70,25 @@ def test_kin_of_llama_is_llama(tmp_path):
         assert config == replace(llama, max_position_embeddings=most)
 
 
+def test_a_window_counts_where_a_layer_has_it(tmp_path):
+    """A Qwen's, as transformers reads these settings; the longest text is then the window."""
+    full, slides = ["full_attention"], ["sliding_attention"]
+    num_layers = GOOD["num_hidden_layers"]
+    for settings, most in (
+        (dict(max_window_layers=num_layers), 64),
+        (dict(max_window_layers=num_layers - 1), 8),
+        (dict(max_window_layers=0, layer_types=full * num_layers), 64),
+        (dict(layer_types=full * (num_layers - 1) + slides), 8),
+        (dict(max_window_layers=0, sliding_window=None), 64),
+        (dict(max_window_layers=0, sliding_window=90), 64),
+        (dict(max_window_layers=0, use_sliding_window=False), 64),
+        ({}, 64),
+    ):
+        qwen = dict(model_type="qwen3", use_sliding_window=True, sliding_window=8)
+        data = GOOD | qwen | dict(max_position_embeddings=64) | settings
+        assert Config.load(write(tmp_path, data)).max_position_embeddings == most, settings
+
+
 def test_families_have_the_biases_that_transformers_gives_them(tmp_path):
     for kind, asked, of_qkv, of_o in (
         ("llama", True, True, True),
@@ -153,7 +172,10 @@ REFUSED_JSON = told(
     {"model_type": "qwen2_moe"} → model_type is 'qwen2_moe'
     {"model_type": "qwen3_next"} → model_type is 'qwen3_next'
     {"architectures": ["Qwen3MoeForCausalLM"]} → architectures is ['Qwen3MoeForCausalLM']
-    {"model_type": "qwen2", "use_sliding_window": true} → use_sliding_window is True
+    {"model_type": "qwen2", "use_sliding_window": 1} → use_sliding_window is 1
+    {"model_type": "qwen2", "use_sliding_window": true, "layer_types": ["x"]} → layer_types is 'x'
+    {"model_type": "qwen2", "use_sliding_window": true, "layer_types": 5} → layer_types is 5
+    {"model_type": "qwen2", "use_sliding_window": true, "max_window_layers": "1"} → layer_types is
     {"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"]} → layer_types is
     {"layer_types": 7} → layer_types is 7
     {"dual_chunk_attention_config": {"chunk_size": 9}} → dual_chunk_attention_config is

@@ -364,9 +364,10 @@ def read_decoder(file: Path, node: Json | None) -> tuple[bool, bool]:
 
 def spell_bytes(text: str, byte_of: Ids) -> bytes:
     """What a token of byte-level BPE decodes to. One with other letters stands for itself."""
-    if byte_of.keys() >= {*text}:
-        return bytes(byte_of[letter] for letter in text)
-    return text.encode()
+    try:
+        return bytes(map(byte_of.__getitem__, text))
+    except KeyError:
+        return text.encode()
 
 
 def spell_pieces(text: str, byte_of: Ids) -> bytes:

@@ -11,7 +11,7 @@ product computes all three; gate and up are joined, too. So a model is loaded in
 Invariant: `named_weights` are all weights, each once.
 
     C hidden_size · H query heads · G key/value heads · D head_dim · F intermediate_size
-    V vocab_size · [N, K] a matrix: outputs, inputs
+    V vocab_size · n features of a head · [N, K] a matrix: outputs, inputs
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from typing import Self
 
     from checkpoint.config import Config
+    from checkpoint.eagle import EagleConfig
+    from model import Llama
 
 # The matrices here -> the matrices in a folder whose rows are joined in it.
 PARTS = {
@@ -201,6 +203,59 @@ class Weights:
         if is_tied:
             self.head = self.embed
         return self
+
+
+class HeadWeights(Weights):
+    """Those of an EAGLE head (eagle.py): one layer, with an input of its own."""
+
+    def __init__(
+        self,
+        config: EagleConfig,
+        target: Llama,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        seed: int | None = 0,
+        ops: Ops | None = None,
+        weight_dtype: torch.dtype | None = None,
+    ):
+        """As for a Llama, but `self.config` is that of a Llama with the head's one layer, and
+        `self.eagle` is the whole."""
+        self.eagle = config
+        self.target = target
+        self.feature_layers = config.layers_of(target.config)
+        self.cache_layer = target.config.num_hidden_layers  # after the target's own
+        super().__init__(
+            config.draft_config, device, dtype, seed=None, ops=ops, weight_dtype=weight_dtype
+        )
+        c = self.config
+        C = c.hidden_size
+        n = len(self.feature_layers)
+        self.fc = self.linear("fc", C, n * config.target_hidden_size)
+        (layer,) = self.layers
+        layer.qkv = self.linear("qkv", c.query_size + 2 * c.kv_size, 2 * C, c.qkv_bias)
+        self.hidden_norm = self.empty(C)  # of f in a
+        self.feature_norms = {}  # of the features, before `fc`; most heads have none
+        for name, size in config.feature_norms(n).items():
+            self.feature_norms[name] = self.empty(size)
+        # The head's token i is the target's token i + offsets[i].
+        self.offsets = torch.zeros(c.vocab_size, dtype=torch.int64, device=device)
+        self.outside = ["fc", "head"]
+        self.embed = Linear(self.empty(0, C))  # none: the target's embedding is read
+        if config.has_embedding:  # never quantized, and whole in every process
+            self.outside.append("embed")
+            self.embed = Linear(self.empty(target.config.vocab_size, C))
+        if seed is not None:
+            self.randomize(seed)
+
+    def named_weights(self) -> dict[str, Tensor | Quantized]:
+        """The weights, by their names in a folder (checkpoint/eagle.py)."""
+        of_llama = super().named_weights().items()
+        weights = {name.removeprefix("model."): weight for name, weight in of_llama}
+        weights["layers.0.hidden_norm.weight"] = self.hidden_norm
+        weights |= self.feature_norms
+        if self.eagle.has_offsets:
+            weights["d2t"] = self.offsets
+        return weights
 
 
 def parts(

@@ -65,31 +65,6 @@ typedef uint16_t ushorts __attribute__((vector_size(2 * LANES), aligned(2)));
 // From a line of the processor's cache on; macOS allocates whole ones.
 INLINE void *allocate(long bytes) { return aligned_alloc(64, (bytes + 63) / 64 * 64); }
 
-// The widest vectors that this was compiled for, and whether this CPU has them: LLAMA_MARCH may
-// name another CPU.
-#if defined __AVX512VNNI__
-const char instructions[] = "avx512-vnni";
-long runs_here() { return __builtin_cpu_supports("avx512vnni") != 0; }
-#elif defined __AVX512F__
-const char instructions[] = "avx512";
-long runs_here() { return __builtin_cpu_supports("avx512bw") != 0; }
-#elif defined __AVXVNNI__
-const char instructions[] = "avx-vnni";
-long runs_here() { return __builtin_cpu_supports("avxvnni") != 0; }
-#elif defined __AVX2__
-const char instructions[] = "avx2";
-long runs_here() { return __builtin_cpu_supports("avx2") != 0; }
-#else
-#if defined __ARM_FEATURE_DOTPROD
-const char instructions[] = "neon-dotprod";
-#elif defined __aarch64__
-const char instructions[] = "neon";
-#else
-const char instructions[] = "no vectors that it knows";
-#endif
-long runs_here() { return 1; }
-#endif
-
 // ---- Registers ----------------------------------------------------------------------------------
 
 // One instruction each, which compilers may miss. pairs_i8: two bytes of each lane as two shorts.
@@ -294,7 +269,6 @@ _(i4, whole, 8 / COLUMNS_whole, 4, LANES == 8 ? 16 : LANES == 4 && !QUADS ? 5 : 
 _(nf4, real, 8, 4, LANES == 16 ? 24 : 4) _(f8, real, 1, 1, LANES == 16 ? 24 : 8)                   \
 _(i16, whole, 1, 4, 1 << 30)
 enum { COLUMNS_real = 1, COLUMNS_whole = QUADS ? 4 : 2 };           // of a step
-const long int8_columns = COLUMNS_whole;            // of a unit of INT8, for native.py
 // Where a unit has so many columns, stretches of few units are common: several are one call. Where
 // units are shorter, that loop would cost more than the calls.
 enum { LONG_UNIT = 8 };
@@ -307,7 +281,7 @@ enum { F32, BF16, I8, I4, NF4, F8, I16 };
 enum { EVERY(STEPS_OF) };
 static const int COLUMNS[] = { EVERY(COLUMNS_OF) }, WHOLE[] = { EVERY(WHOLE_OF) },
     BYTES[] = { EVERY(BYTES_OF) }, FEW[] = { EVERY(FEW_OF) };
-float nf4[16];                                      // quant.nf4, which native.py puts here
+extern float nf4[16];                               // quant.nf4
 INLINE long parts(long all, long each) { return (all + each - 1) / each; }
 INLINE long least(long a, long b) { return a < b ? a : b; }
 
@@ -473,11 +447,21 @@ static void name(const Stretch *a) {                                            
 #define BOTH(kind, sort, T)                                                                        \
 BLOCK(kind, sort, T, 1, one_##kind##T) BLOCK(kind, sort, T, PANELS(T), wide_##kind##T)
 #define PAIR(kind, T) { one_##kind##T, wide_##kind##T }
-#define BLOCKS(kind, sort, ...)                                                                    \
+#define DECLARE(kind, sort) extern void (*const blocks_##kind[7][2])(const Stretch *);
+#define DEFINE(kind, sort) DECLARE(kind, sort)                                                     \
 BOTH(kind, sort, 1) BOTH(kind, sort, 2) BOTH(kind, sort, 3)                                        \
 BOTH(kind, sort, 4) BOTH(kind, sort, 5) BOTH(kind, sort, 6)                                        \
-static void (*const blocks_##kind[][2])(const Stretch *) = { { 0, 0 }, PAIR(kind, 1),              \
-    PAIR(kind, 2), PAIR(kind, 3), PAIR(kind, 4), PAIR(kind, 5), PAIR(kind, 6) };
+void (*const blocks_##kind[7][2])(const Stretch *) = { { 0, 0 }, PAIR(kind, 1), PAIR(kind, 2),     \
+    PAIR(kind, 3), PAIR(kind, 4), PAIR(kind, 5), PAIR(kind, 6) };
+// These are most of what there is to compile. native.py has a compiler define those of one sort,
+// while others only declare them.
+#ifndef BLOCKS_real
+#define BLOCKS_real DEFINE
+#endif
+#ifndef BLOCKS_whole
+#define BLOCKS_whole DEFINE
+#endif
+#define BLOCKS(kind, sort, ...) BLOCKS_##sort(kind, sort)
 #define BLOCKS_OF(kind, ...) blocks_##kind,
 EVERY(BLOCKS)
 static void (*const (*const blocks[])[2])(const Stretch *) = { EVERY(BLOCKS_OF) };

@@ -1,10 +1,11 @@
-"""A C source becomes a library: compiled once, kept in the user's cache folder, loaded.
+"""C sources become a library: compiled once, kept in the user's cache folder, loaded.
 
     $XDG_CACHE_HOME/llama-native/<hash>.so      (~/.cache where that is not set)
 
-The hash is of the source, the command and the CPU's features: C is compiled for them, and unlike
-machines may share a home folder. A library is made beside its place, and renamed: other processes
-see all of it or nothing. Processes that begin at once all compile, and the last rename wins. A
+The hash is of the sources, the command and the CPU's features: C is compiled for them, and unlike
+machines may share a home folder. A first start waits for the compiler, so the sources are compiled
+side by side. A library is made beside its place, and renamed: other processes see all of it or
+nothing. Processes that begin at once all compile, and the last rename wins. A
 library that cannot be loaded is compiled again.
 
     CC             the compiler, with arguments if need be: "ccache gcc". Default: gcc
@@ -12,7 +13,7 @@ library that cannot be loaded is compiled again.
                    (AVX-VNNI), skylake-avx512 (no VNNI), icelake-server (no AMX), armv8-a (no dot
                    product). This CPU must be able to run it
 
-Invariant: what is loaded was compiled from this source, for this CPU.
+Invariant: what is loaded was compiled from these sources, for this CPU.
 Not covered: systems other than Linux and macOS; a cache folder to which others can write, who can
 run code here then; removing libraries of older sources, or what a killed process left.
 """
@@ -24,31 +25,39 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 
 def compile_library(
-    source: str, flags: Sequence[str] = (), linked: Sequence[str] = ()
+    sources: Sequence[str], flags: Sequence[str] = (), linked: Sequence[str] = ()
 ) -> ctypes.CDLL:
-    """The compiled source. linked: libraries that it needs, -l… or files. OSError: the reason."""
+    """The library of these sources. linked: libraries that it needs, -l… or files. OSError: the
+    reason."""
     march = os.environ.get("LLAMA_MARCH") or this_cpu()
     compiler = os.environ.get("CC", "").split() or ["gcc"]
     command = [*compiler, f"-march={march}"]
-    depends = repr((source, command, [*flags], [*linked], cpu_features()))
+    depends = repr(([*sources], command, [*flags], [*linked], cpu_features()))
     name = hashlib.sha256(depends.encode()).hexdigest()[:32]
     folder = cache_folder()
     library = folder / f"{name}.so"
     with suppress(OSError):  # there is none, or it cannot be loaded
         return ctypes.CDLL(str(library))
     with TemporaryDirectory(prefix="building-", dir=folder) as scratch:
-        unlinked = f"{scratch}/library.o"
+        objects = [f"{scratch}/{i}.o" for i in range(len(sources))]
+
+        def compile_one(source: str, to: str) -> None:
+            run_compiler([*command, *flags, "-fPIC", "-x", "c", "-c", "-", "-o", to], source)
+
+        with ThreadPoolExecutor(len(sources)) as pool:
+            for _ in pool.map(compile_one, sources, objects):  # raises what one of them raised
+                pass
         finished = f"{scratch}/library.so"
-        run_compiler([*command, *flags, "-fPIC", "-x", "c", "-c", "-", "-o", unlinked], source)
         # Without the flags: -fopenmp would link an OpenMP of the compiler's choice.
         undefined = ["-undefined", "dynamic_lookup"] if is_mac() else ["-Wl,-z,defs"]
-        run_compiler([*command, "-shared", *undefined, unlinked, *linked, "-o", finished])
+        run_compiler([*command, "-shared", *undefined, *objects, *linked, "-o", finished])
         os.replace(finished, library)
     return ctypes.CDLL(str(library))
 

@@ -82,6 +82,7 @@ if TYPE_CHECKING:
     from speculative import Proposal
 
 SOURCES = ("blocks.c", "products.c", "tiles.c", "native.c")
+SORTS = ("real", "whole")  # of the blocks in blocks.c
 FLAGS = ("-O3", "-fno-math-errno", "-ffp-contract=off")  # no fused multiply-add but `fused`
 LOADING = threading.Lock()  # one thread at a time compiles and declares
 WITHOUT_C = "no C here, so this CPU is up to 5 times slower, and weights may take twice the memory"
@@ -161,6 +162,17 @@ def source() -> str:
     return "\n".join((folder / name).read_text(encoding="utf-8") for name in SOURCES)
 
 
+def translation_units() -> list[str]:
+    """The program in parts, to compile side by side: the blocks of each sort, and all else."""
+    declared = "".join(f"#define BLOCKS_{sort} DECLARE\n" for sort in SORTS)
+    blocks = Path(__file__).with_name(SOURCES[0]).read_text(encoding="utf-8")
+    texts = [declared + source()]
+    for sort in SORTS:
+        defined = declared.replace(f"{sort} DECLARE", f"{sort} DEFINE")
+        texts.append(defined + blocks)
+    return texts
+
+
 def build_library() -> ctypes.CDLL:
     """Compile, load and declare it. OSError: why there is none."""
     if platform.system() not in ("Linux", "Darwin"):
@@ -178,7 +190,7 @@ def build_library() -> ctypes.CDLL:
         linked = [openmp, "-lm"]
     if not hasattr(ctypes.CDLL(openmp), "__kmpc_fork_call"):  # not LLVM's OpenMP
         flags.append("-DGNU_THREADS")
-    lib = compile_library(source(), flags, linked)
+    lib = compile_library(translation_units(), flags, linked)
     if not lib.runs_here():
         raise OSError("this CPU lacks instructions of the one that LLAMA_MARCH names: unset it")
     declare(lib, source())

@@ -1,6 +1,34 @@
 // y = x Wᵀ on a CPU, for any number of rows of x. Compiled after blocks.c (few rows, few panels, a
 // stretch of columns).
 
+float nf4[16];                                      // native.py puts quant.nf4 here
+const long int8_columns = COLUMNS_whole;            // of a unit of INT8, for native.py
+
+// The widest vectors that this was compiled for, and whether this CPU has them: LLAMA_MARCH may
+// name another CPU.
+#if defined __AVX512VNNI__
+const char instructions[] = "avx512-vnni";
+long runs_here() { return __builtin_cpu_supports("avx512vnni") != 0; }
+#elif defined __AVX512F__
+const char instructions[] = "avx512";
+long runs_here() { return __builtin_cpu_supports("avx512bw") != 0; }
+#elif defined __AVXVNNI__
+const char instructions[] = "avx-vnni";
+long runs_here() { return __builtin_cpu_supports("avxvnni") != 0; }
+#elif defined __AVX2__
+const char instructions[] = "avx2";
+long runs_here() { return __builtin_cpu_supports("avx2") != 0; }
+#else
+#if defined __ARM_FEATURE_DOTPROD
+const char instructions[] = "neon-dotprod";
+#elif defined __aarch64__
+const char instructions[] = "neon";
+#else
+const char instructions[] = "no vectors that it knows";
+#endif
+long runs_here() { return 1; }
+#endif
+
 // NEAR: rows of one pass over the panels: x stays near. AHEAD: stretches from what is fetched to
 // what is read.
 enum { NEAR = 192, AHEAD = 4 };

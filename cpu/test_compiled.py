@@ -20,7 +20,7 @@ SOURCE = "int more(int x) { return x + MORE; }"
 PROGRAM = f"""
 import compiled
 try:
-    print(compiled.compile_library({SOURCE!r}, ("-O0", "-DMORE=1")).more(1))
+    print(compiled.compile_library([{SOURCE!r}], ("-O0", "-DMORE=1")).more(1))
 except OSError as error:
     print(error)
 """
@@ -29,13 +29,13 @@ FRESH = dict(cwd=Path(compiled.__file__).parent, stdout=subprocess.PIPE, text=Tr
 
 def more(n: int = 1, *linked: str) -> int:
     """What a library of one function makes of 0."""
-    return compiled.compile_library(SOURCE, ("-O0", f"-DMORE={n}"), linked).more(0)
+    return compiled.compile_library([SOURCE], ("-O0", f"-DMORE={n}"), linked).more(0)
 
 
 def reason(source: str = SOURCE) -> str:
     """Why there is no library: one line."""
     with pytest.raises(OSError) as error:
-        compiled.compile_library(source, ("-O0", "-DMORE=1"))
+        compiled.compile_library([source], ("-O0", "-DMORE=1"))
     assert len(str(error.value).splitlines()) == 1
     return str(error.value)
 
@@ -77,7 +77,7 @@ def test_a_march_is_the_one_that_is_asked_for(monkeypatch):
         pytest.skip("x86-64's names")
     monkeypatch.setenv("LLAMA_MARCH", "x86-64")
     source = "#ifdef __AVX__\n#error AVX\n#endif\nint one(void) { return 1; }"
-    assert compiled.compile_library(source).one() == 1
+    assert compiled.compile_library([source]).one() == 1
 
 
 @pytest.mark.parametrize(
@@ -152,6 +152,19 @@ def compiler(path: Path, script: str) -> str:
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o700)
     return str(path)
+
+
+def test_sources_are_compiled_side_by_side(tmp_path, monkeypatch):
+    """Here a compiler waits until another one has begun."""
+    begun = tmp_path / "begun"
+    script = f"""echo one >> {begun}
+for i in $(seq 1000); do [ $(wc -l < {begun}) -gt 1 ] && exec gcc "$@"; sleep 0.01; done; exit 1"""
+    monkeypatch.setenv("CC", compiler(tmp_path / "waiting", script))
+    sources = [
+        "int two(void); int more(int x) { return x + two(); }",
+        "int two(void) { return 2; }",
+    ]
+    assert compiled.compile_library(sources, ["-O0"]).more(1) == 3
 
 
 def test_processes_that_begin_at_once_leave_one_library_or_none(folder, tmp_path, monkeypatch):

@@ -80,11 +80,11 @@ def plant() -> Iterator[Callable[[int], native.Loaded]]:
         wrong = wrong.replace("...", line).replace("WRONG", f"planted == {n}")
         source = source.replace(line, wrong)
 
-    def compiled(source: str, flags: Sequence[str], linked: Sequence[str]) -> ctypes.CDLL:
-        return compile_library(source, [*flags, "-O0"], linked)  # quickly
+    def compiled(sources: list[str], flags: Sequence[str], linked: Sequence[str]) -> ctypes.CDLL:
+        return compile_library(sources, [*flags, "-O0"], linked)  # quickly
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "source", lambda: HEAD + source)
+        patch.setattr(native, "translation_units", lambda: [HEAD + source])
         patch.setattr(native, "compile_library", compiled)
         library = native.build_library()
         loaded = native.Loaded(library)

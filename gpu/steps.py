@@ -15,11 +15,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
 from drafters import SelfDrafter
 from kernels import Ops
+from runner import Drawn
 from sampling import check_tokens
 from speculative import Round
 
@@ -38,7 +36,7 @@ class MultiStep(Ops):
         runner: ModelRunner,
         scheduled: Sequence[ScheduledRequest],
         features: Features | None,
-    ) -> tuple[list[list[int]], Tensor]:
+    ) -> list[Drawn]:
         counts = self._counts(runner, scheduled)
         if not counts:
             return super().run_rounds(runner, scheduled, features)
@@ -47,8 +45,7 @@ class MultiStep(Ops):
         round = Round(requests, counts, coupled, target=runner.target)
         proposal = SelfDrafter(runner.target, runner.cache).chain(round).draft(round)
         rows = runner.target.group.agree(proposal.tokens.tolist())  # here the host waits
-        round_tokens = [check_tokens(row[:count]) for count, row in zip(counts, rows)]
-        return round_tokens, torch.empty(0, dtype=runner.target.dtype)  # nobody asks for logits
+        return [Drawn(check_tokens(row[:count])) for count, row in zip(counts, rows)]
 
     def _counts(self, runner: ModelRunner, scheduled: Sequence[ScheduledRequest]) -> list[int]:
         """How many tokens each request draws; [] if this step has one pass."""

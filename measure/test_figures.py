@@ -160,7 +160,7 @@ def test_steps(time, monkeypatch):
 def test_grammars(time, monkeypatch):
     """A step of texts with a grammar takes 5 seconds, one without takes 4; what comes before the
     first tokens does not count."""
-    pytest.importorskip("llguidance", reason="requirements-extra.txt is not installed")
+    pytest.importorskip("llguidance", reason="the extra 'server' is not installed")
     asked = []
 
     def seconds(runner, scheduled):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 for package in ("httptools", "pydantic", "starlette", "uvicorn"):
-    pytest.importorskip(package, reason="requirements-extra.txt is not installed")
+    pytest.importorskip(package, reason="the extra 'server' is not installed")
 from app import openai
 from app.metrics import Metrics
 from app.openai import Offer

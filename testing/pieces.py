@@ -8,6 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer as Core
+
 from checkpoint.vocabulary import SPACE
 from tokenizer import Tokenizer
 
@@ -156,3 +158,17 @@ def load(folder: Path, content: dict[str, Any] | bytes, **config: Any) -> Tokeni
     else:
         (folder / "tokenizer.json").write_text(json.dumps(content))
     return Tokenizer.load(folder)
+
+
+def check_tokens(tok: Tokenizer, package: Core, text: str, continues: bool = False) -> list[int]:
+    """They are those of the package, none is a control token, and streamed they are the text that
+    they are at once, in whole characters."""
+    ids = tok.encode(text)
+    assert ids == package.encode(text, add_special_tokens=False).ids
+    assert not {*ids} & {*tok.specials.values()}
+    decoder = tok.incremental_decoder(continues)
+    pieces = [decoder.feed(id) for id in ids] + [decoder.finish()]
+    assert "".join(pieces) == tok.decode(ids, continues=continues)
+    is_whole = all("\ufffd" not in piece for piece in pieces)
+    assert is_whole or "\ufffd" in text or tok.missing_bytes
+    return ids

@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+from app.tools import CallFormat
 from testing.pages import ROOT
 
 POINT = {  # as pydantic writes it
@@ -27,7 +28,8 @@ TEMPLATES = {
     False: """\
 {% if tools %}{"name": function, "parameters": object}{{ tools[0] | tojson(indent=1) }}{% endif %}
 {% for message in messages %}{{ message.role }}: {{ message.content }}
-{% if message.tool_calls %}{{ message.tool_calls[0].function | tojson }}
+{% if message.tool_calls %}{% set call = message.tool_calls[0].function %}
+{"name": "{{ call.name }}", "parameters": {{ call.arguments | tojson }}}
 {% endif %}
 {% endfor %}
 """,
@@ -49,3 +51,10 @@ def with_tools(folder: Path, is_tagged: bool) -> Path:
     shutil.copytree(ROOT / "models" / "tiny", folder)
     (folder / "chat_template.jinja").write_text(TEMPLATES[is_tagged])
     return folder
+
+
+CALL = '{"name": "zqname", "arguments": \0}'
+TAGGED = CallFormat(
+    f"<tool_call>\n{CALL}\n</tool_call>", "<tool_call>", "</tool_call>", separator="\n"
+)  # Qwen's, Hermes'
+BARE = CallFormat(CALL.replace("arguments", "parameters"), "", "", None)  # Llama 3.1's
