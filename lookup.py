@@ -240,9 +240,9 @@ class LookupDrafter(Drafter):
         for item in scheduled:
             request = item.request
             history = self.history_of(request)
-            if item.num_made and request in self.found:
-                _, found = self.found.pop(request)
-                history.learn(found, request.tokens[-item.num_made :])
+            if request in self.found:
+                length, found = self.found.pop(request)
+                history.learn(found, request.tokens[length:])
             history.update(request.tokens)
 
     def close(self, request: Request) -> None:
