@@ -47,10 +47,10 @@ LIMITS = {"max_items_in_row": 5000, "step_max_items": 10_000, "step_lexer_fuel":
 STACK = 2**27  # bytes, because llguidance recurses once for each rule of a grammar
 # Without this, where the next bytes are certain, a mask allows only the tokenizer's own spelling.
 HEADER = '%llguidance {"no_forcing": true}\n'
-# If white space were free, a small model might write nothing else.
 FORMATS = (  # the formats of strings that llguidance follows; only validators know others
     "date-time time date duration email hostname ipv4 ipv6 uuid uri unknown"
 ).split()
+# If white space were free, a small model might write nothing else.
 JSON_OPTIONS = {"x-guidance": {"whitespace_flexible": False}}
 
 

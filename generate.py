@@ -53,7 +53,6 @@ from speculative import Drawing
 
 OPTIONS = tuple(Options.__dataclass_fields__)
 LOADING = ("device", "dtype", "bits", "plain")  # parameters of `Model.load`
-STEP_BUDGET = 512  # tokens of one pass, at most: longer prompts are read in chunks (batcher.py)
 
 
 @torch.inference_mode()
@@ -165,7 +164,7 @@ class Engine:
                 by_token=options.verify == "token",
             ),
             drafter=None if draft is None else draft.make(draft_cache),
-            budget=STEP_BUDGET,
+            budget=llama.ops.step_budget,
             grammars=model.grammars,
         )
         self.batcher = Batcher(self.runner, options.max_batch)

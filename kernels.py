@@ -129,6 +129,7 @@ def rotated(
 class Ops:
     """The plain operations, differentiable, in every dtype."""
 
+    step_budget = 512  # tokens of a pass, at most: longer prompts are read in chunks (batcher.py)
     language = "plain PyTorch"  # what computes, as the first line of a program says it
 
     # ---- Weights and storage

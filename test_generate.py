@@ -71,7 +71,7 @@ def plain_text(model: Model, **settings: Any) -> str:
 def test_text_of_the_plain_loop_is_the_engines(model, draft, base, monkeypatch, in_time):
     """Greedy, and by seed: with any cache, and in coupled mode with any draft. The prompt is longer
     than a step."""
-    monkeypatch.setattr(page, "STEP_BUDGET", 8)
+    monkeypatch.setattr(model.llama.ops, "step_budget", 8)
     ways = [
         dict(kv="contiguous"),
         dict(use_cache=False),

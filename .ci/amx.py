@@ -22,7 +22,8 @@ def environment(folder: str) -> dict[str, str]:
     if "amx_tile" in compiled.cpu_features():
         return {}
     emulator = f"{folder}/amx.so"
-    command = ["gcc", "-O2", "-shared", "-fPIC", "-o", emulator, str(HERE / "amx.c"), "-lm"]
+    flags = ("-O2", "-mfma", "-shared", "-fPIC")
+    command = ["gcc", *flags, "-o", emulator, str(HERE / "amx.c"), "-lm"]
     subprocess.run(command, check=True)
     return {"CC": "gcc -mamx-int8 -mamx-bf16", "LD_PRELOAD": emulator}
 

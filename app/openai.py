@@ -33,9 +33,9 @@ from app.tools import (
     call_format,
     call_grammar,
 )
+from automaton import lark_of
 from bounds import check_bounds
 from errors import TooManyTokens, UserError, brief
-from grammar import lark_of
 from loading import Model
 from request import Message, OutputStream, Result, Settings
 from sampling import TokenLogprob

@@ -77,7 +77,7 @@ def test_a_template_says_what_its_thoughts_stand_between(source, tags):
 @pytest.mark.parametrize("notation", ["regex", "choice", "schema", "grammar"])
 def test_a_grammar_begins_behind_the_thoughts(notation):
     from app.openai import nested
-    from grammar import lark_of
+    from automaton import lark_of
 
     model = Model.load("tiny", "cpu")
     texts = {"regex": "a|b", "choice": ("a", "b"), "grammar": 'start: X\nX: "a" | "b"'}

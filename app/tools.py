@@ -34,8 +34,8 @@ from uuid import uuid4
 import regex  # it matches texts that break off amid a pattern; `re` does not
 
 from app.fields import FUNCTION_NAME, Function
+from automaton import read_schema
 from errors import brief
-from grammar import read_schema
 
 LEXEME = regex.compile(r'(?s)[^"{}\\]+|\\.|["{}]')  # of JSON, as far as its end depends on it
 # Spaces as in the templates. If white space were free, a small model might write nothing else.

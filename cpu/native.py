@@ -16,7 +16,8 @@ Floating point is multiplied as float32, of which bfloat16 is the upper half; FP
 smaller exponent, and NF4's look-up is a permutation of a register. INT8 and INT4 are multiplied as
 whole numbers: x becomes 16 bits, with a scale for each row and stretch, and the sums are exact.
 Where the CPU multiplies tiles (Intel's AMX), prompts and batches by INT8 and INT4 are made of them,
-with the same bits, and all products by bfloat16, for which x becomes two bfloat16 (tiles.c).
+with the same bits. There, x becomes two bfloat16 for all products by bfloat16, which are made of
+tiles, or for one or two rows of vectors, with the same bits (tiles.c).
 Scales of W are bfloat16, float16 or float32, zeros int16 or float32. Where W's columns are stored
 in another order, x is gathered in that order. For W8A8, x is rounded to 8 bits before.
 

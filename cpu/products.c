@@ -29,9 +29,9 @@ const char instructions[] = "no vectors that it knows";
 long runs_here() { return 1; }
 #endif
 
-// NEAR: rows of one pass over the panels: x stays near. AHEAD: stretches from what is fetched to
-// what is read.
-enum { NEAR = 192, AHEAD = 4 };
+// NEAR, NEAR_TILES: rows of one pass over the panels: x stays near. AHEAD: stretches from what is
+// fetched to what is read.
+enum { NEAR = 192, NEAR_TILES = 256, AHEAD = 4 };
 
 // To panel p's scales and zeros of the group that column k is in.
 static void see_group(Stretch *a, const Weight *w, long p, long k) {
@@ -52,11 +52,12 @@ static Stretch stretch_at(const Weight *w, long p, long k, long n) {
 }
 
 // x as the panels want it: K columns, of 4 or (whole) 2 bytes; `row` bytes from row to row. Or as
-// tiles.c wants it, with so many tile_rows; else 0.
+// tiles.c wants it, with so many tile_rows, else 0: `tile` bytes from so many rows to the next, and
+// `next` from stretch to stretch.
 typedef struct {
     const char *x;
     const Whole *whole;
-    long K, row, bytes, stretches, tile_rows;
+    long K, row, bytes, stretches, tile_rows, tile, next;
 } Rows;
 
 // Panels from first to last, times T rows of x -> y: [T, N], N whole panels. Divisions
@@ -208,7 +209,8 @@ void notice(long began, long first, long last) {
 // Of tiles.c, which comes after this file.
 static long tile_rows(const Weight *w, long T);
 static long row_bytes(const Weight *w);
-static void row_to_tiles(const Weight *w, const float *x, Whole *whole, char *to, long apart);
+static void row_to_tiles(const Weight *w, const float *x, Whole *whole, char *to, long apart,
+                         long next);
 static void some_tiles(const Weight *w, Rows x, float *y, long T, long N, long first, long last);
 
 // y = x Wᵀ + bias. x: float32[T, K]; y: float32[T, N].
@@ -216,6 +218,7 @@ void product(const float *x, const Weight *w, float *y, long T) {
     long N = w->N, K = w->K, panels = parts(N, WIDE), whole = WHOLE[w->kind], bytes = whole ? 2 : 4;
     long stretch = least(w->group, STRETCH), stretches = parts(K, stretch), R = tile_rows(w, T);
     long row = R ? row_bytes(w) : parts(K, COLUMNS[w->kind]) * COLUMNS[w->kind] * bytes;
+    long tile = R * row / (whole ? stretches : 1), next = R ? parts(T, R) * tile : 0;
     long ordered = w->order || w->input_bits == 8;
     long moves = R || whole || ordered || row != K * bytes;
     float *full = N % WIDE ? allocate(T * panels * WIDE * sizeof *full) : y;
@@ -223,19 +226,19 @@ void product(const float *x, const Weight *w, float *y, long T) {
     Whole *wholes = whole ? malloc(T * stretches * sizeof *wholes) : 0;
     #pragma omp parallel for if (moves && T * K > 1 << 13)
     for (long t = 0; t < (moves ? T : 0); t++) {
-        char *to = R ? moved + t / R * R * row + t % R * 64 : moved + t * row;
+        char *to = R ? moved + t / R * tile + t % R * 64 : moved + t * row;
         float in_order[ordered ? K : 1];
         const float *from = ordered ? in_order : x + t * K;
         if (ordered) arrange(w, x + t * K, in_order);
         if (!R) memset(to + K * bytes, 0, row - K * bytes);             // what is beyond K
-        if (R) row_to_tiles(w, from, wholes + t * stretches, to, R * 64);
+        if (R) row_to_tiles(w, from, wholes + t * stretches, to, R * 64, next);
         else if (!whole) memcpy(to, from, K * sizeof *from);
         else for (long k = 0, i = t * stretches; k < K; k += stretch, i++)
             wholes[i] = to_whole(from + k, (int16_t *)to + k, least(K - k, stretch));
         if (!R && whole && QUADS) make_quads((int16_t *)to, row / 2, w->kind);
     }
-    Rows all = { moves ? moved : (const char *)x, wholes, K, row, bytes, stretches, R };
-    long near = parts(T, parts(T, NEAR));                               // nearly as many each time
+    Rows all = { moves ? moved : (const char *)x, wholes, K, row, bytes, stretches, R, tile, next };
+    long near = parts(T, parts(T, R ? NEAR_TILES : NEAR));              // nearly as many each time
     if (R) near = parts(near, R) * R;                                   // whole tiles
     long began = now(), first = INT64_MAX, last = 0;
     #pragma omp parallel reduction(min:first) reduction(max:last) if (T * N * K > 1 << 16)
@@ -243,7 +246,7 @@ void product(const float *x, const Weight *w, float *y, long T) {
         long threads = omp_get_num_threads(), me = omp_get_thread_num();
         for (long t = 0; t < T; t += near) {
             Rows some = all;
-            some.x += t * row, some.whole += t * stretches;
+            some.x += R ? t / R * tile : t * row, some.whole += t * stretches;
             (R ? some_tiles : some_panels)(w, some, full + t * panels * WIDE, least(near, T - t),
                                            panels * WIDE, panels * me / threads,
                                            panels * (me + 1) / threads);

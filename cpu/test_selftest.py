@@ -66,7 +66,8 @@ PLANTS = [
 PLANTS_IN_TILES = [
     ("= eight >> 4 & 0x0F0F0F0F;", "... if (WRONG) to[64] = 0;", "weights: 4"),
     ("= widen_u16(two) | widen_u16(next) << 16;", "... if (WRONG) *to = 0;", "weights: 8"),
-    ("memcpy(part, x + k, n * sizeof *part);", "{ ... if (WRONG) part[0] = 0; }", "bfloat16"),
+    ("ints nearest = nearest_bf16(all);", "... if (WRONG) nearest = (ints)all;", "bfloat16"),
+    ("two[t] = (ints){0}", "two[t] = WRONG ? (ints){0} : (ints){0}", "bfloat16"),
 ]
 
 

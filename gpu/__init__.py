@@ -93,10 +93,9 @@ class GPU(MultiStep):
     language = "Triton kernels"
 
     def __init__(self, records: bool = True):
-        self.newest = 0  # the address of the last weight that was multiplied
-        self.attended: dict[str, Any] | None = (
-            None  # the cache's backend, if attention was after it
-        )
+        self.newest = 0  # the id of the last weight that was multiplied
+        self.attended: dict[str, Any] | None = None  # the backend of the cache that was read since
+        self.step_budget = tuning.STEP_BUDGET if tuning.is_on("chunks") else Ops.step_budget
         self.records = records and tuning.is_on("graphs") and tuning.is_on("sampling")
 
     def dtypes(
@@ -115,7 +114,7 @@ class GPU(MultiStep):
         if self.attended is not None:  # w will be fetched when this layer attends again
             self.attended[f"after weight {self.newest}"] = w.values
             self.attended = None
-        self.newest = w.values.data_ptr()
+        self.newest = id(w.values)
         by = products.multiplier(x, w)
         if by == "kernel":
             return products.stored_product(in_order(x, weight), w)

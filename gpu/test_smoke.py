@@ -66,6 +66,7 @@ KERNELS = {  # that are launched no more
     "early": set(),
     "fetch": set(),
     "apart": set(),
+    "chunks": set(),
     "graphs": set(),
     "splits": set(),
     "products": {"_product", "_product with SwiGLU"},
@@ -93,6 +94,7 @@ def test_results_stay_where_a_part_is_turned_off(part, monkeypatch):
         grids.add(grid[2:])
         launch(kernel, *arguments, grid=grid, **options)
 
+    assert (GPU().step_budget > Ops.step_budget) == (part != "chunks")
     with recorded() as recordings, mock.patch.object(InterpretedFunction, "run", run):
         logits, tokens = texts(GPU())
     assert ALL - launched == KERNELS.get(part, set())

@@ -9,6 +9,8 @@ which of them are wrong.
     number               guessed from
     FEW, ROWS            rows of x: up to FEW, reading W is all that counts; beyond ROWS, a product
                          is bound by tensor cores, and cuBLAS is better at these
+    STEP_BUDGET          tokens of a step while prompts are read: by a model of 256 requests, a
+                         sixth more tokens a second than 512; but a request waits 50 ms for a token
     MOST_TILES           counters of tiles that several programs share: plan_product shares only
                          where there are fewer tiles than multiprocessors
     BLOCK                numbers of a program of an element-wise kernel
@@ -28,6 +30,7 @@ What is wrong on a GPU is found by turning parts off: LLAMA_GPU_OFF=graphs,split
     early        no kernel starts before the one before it has ended
     fetch        no weights are fetched while attention runs
     apart        few rows or many: 4-bit weights are multiplied by pairs of columns of x
+    chunks       prompts are read in chunks of 512 tokens
     graphs       nothing is recorded: Python launches every kernel
     splits       keys and columns are not shared among programs, so that nothing is counted
     products     a kernel dequantizes W, and torch multiplies
@@ -41,7 +44,8 @@ A kernel of few programs, other than a product, starts while the one before it e
 dependent launch, from sm_90 on): its programs take their places, and wait there until all results
 of that kernel are written, which hides the microsecond of a launch. Where every kernel did, an H100
 made 3 to 11 % fewer tokens a second; perhaps programs that come while others end are spread over
-fewer multiprocessors. What `early`, `fetch` and `apart` gain was not measured.
+fewer multiprocessors. What `early`, `fetch`, `apart` and `chunks` gain has not
+been measured.
 """
 
 import os
@@ -60,6 +64,7 @@ from quant import Kind
 
 FEW = 8
 ROWS = 64
+STEP_BUDGET = 2048
 MOST_TILES = 1 << 13
 BLOCK = 1024
 FETCHED = 16 << 20
@@ -80,6 +85,7 @@ SWITCHES = (
     "early",
     "fetch",
     "apart",
+    "chunks",
     "graphs",
     "splits",
     "products",

@@ -36,7 +36,7 @@ from checkpoint.hub import EMBEDDED, find_model, is_gguf
 from checkpoint.load import in_bits
 from checkpoint.weights import weight_bytes
 from errors import UserError
-from generate import STEP_BUDGET
+from kernels import Ops
 from kvcache import KVSpec
 from measure.gpu_parts import SHAPES
 from measure.report import Section, format_bytes, markdown
@@ -169,7 +169,7 @@ def plan_section(args: argparse.Namespace) -> Section:
         args.plan, config, args.gpu, n=args.gpus, kv_bits=args.kv_bits, context=args.context
     )
     token = stored_bytes(plan.shard.config, 1, plan.kv_bits, plan.shard.dtype)
-    count = min(plan.num_texts, STEP_BUDGET)
+    count = min(plan.num_texts, Ops.step_budget)
     rows = [
         ["weights on each GPU", format_bytes(plan.weight_bytes)],
         ["keys and values of a token", format_bytes(token)],
