@@ -182,5 +182,7 @@ def test_the_likelier_first_draft_decides_who_drafts(alpha, looked_up):
     assert drafter.drafter_of(seen) is (drafter.lookup if looked_up else drafter.other)
     assert drafter.drafter_of(new) is drafter.other
     assert drafter.most(seen, 9) == (3 if looked_up else 9)
-    drafted, q = drafter.propose(Round([seen, new], [3, 2], Drawing(9, True), target=Place()))
+    round = Round([seen, new], [3, 2], Drawing(9, True), target=Place())
+    assert len(round.keys) == 2 * 4 and len(round.with_drafts([0, 1]).keys) == 2 * 2
+    drafted, q = drafter.propose(round)
     assert drafted.tolist() == [[3, 1, 2] if looked_up else [8, 8, 8], [8, 8, -1]] and q is None
