@@ -84,7 +84,12 @@ def parse_bench(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=number_or_word,
         help="of their weights: 16, 8, 4, fp8, nf4 (default: the target's)",
     )
-    p.add_argument("--prompts", metavar="FILE", type=Path, help="for --draft: JSON lines")
+    p.add_argument(
+        "--prompts",
+        metavar="FILE",
+        type=Path,
+        help='for --draft: JSON lines {"prompt": …, "kind": …}',
+    )
     p.add_argument("--gguf", metavar="FILE", help="for llama.cpp: the same model in its format")
     p.add_argument("--out", metavar="FILE", help="where numbers go (results/<machine>.json)")
     plan.add_plan_flags(p.add_argument_group("a plan: nothing is measured"))

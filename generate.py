@@ -314,7 +314,7 @@ def prepare(
 ) -> tuple[Engine, list[OutputStream]]:
     """An engine for these prompts, and a stream for each.
 
-    draft: a model, "ngram" or "self". draft_bits: see `load_draft`. system, chat: see
+    draft: a model, "ngram", "self" or "ngram,NAME". draft_bits: see `load_draft`. system, chat: see
     `Model.encode`. show: called with each new piece of text and the origin of its last token
     (request.py). named: device, dtype, bits and plain of `Model.load`, and fields of `Options` and
     `Settings`. Unless `verify` is "coupled", an output also depends on the draft and on how many

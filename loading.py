@@ -25,11 +25,12 @@ from checkpoint.generation import GenerationConfig
 from checkpoint.hub import find_model
 from checkpoint.load import default_bits, draft_config, load_eagle
 from devices import free_memory
-from drafters import Drafter, ModelDrafter, NgramDrafter, SelfDrafter
+from drafters import Drafter, ModelDrafter, SelfDrafter
 from eagle import EagleDrafter, EagleHead
 from errors import UserError
 from kernels import Ops
 from kvcache import Cache
+from lookup import FirstLookUp, History, LookupDrafter
 from model import Llama
 from quant import Kind, widths
 from request import Message, Request, Settings
@@ -55,6 +56,7 @@ class Model:
         self.folder = folder
         self.eos_token_ids = self.recommended.all_ends(llama.config, tokenizer)
         self.grammars = Grammars(tokenizer, self.eos_token_ids)
+        self.history = History()  # of all its requests, for drafts that are looked up
 
     @classmethod
     def load(
@@ -212,8 +214,17 @@ DraftName = str | Path | Model | Draft | None
 
 
 def ngram_draft(model: Model) -> Draft:
-    """`--draft ngram`: drafts are looked up in the text so far."""
-    return Draft(lambda cache: NgramDrafter())
+    """`--draft ngram`: drafts are looked up in all requests."""
+    return Draft(lambda cache: LookupDrafter(model.history))
+
+
+def look_up_first(model: Model, draft: Draft) -> Draft:
+    """`--draft ngram,NAME`: look back, and let this draft where nothing likelier is found."""
+
+    def make(cache: Cache) -> Drafter:
+        return FirstLookUp(LookupDrafter(model.history), draft.make(cache))
+
+    return draft._replace(make=make)
 
 
 def int4_draft(model: Model) -> Draft:
@@ -256,6 +267,12 @@ def model_draft(draft: Model, model: Model) -> Draft:
 
 
 DRAFTS: dict[str, Callable[[Model], Draft]] = {"ngram": ngram_draft, "self": int4_draft}
+LOOK_UP = "ngram,"  # and the name of another draft
+
+
+def looks_up_first(draft: DraftName) -> bool:
+    """Whether this names a draft that steps in where a look-up finds nothing likelier."""
+    return isinstance(draft, str) and draft.startswith(LOOK_UP)
 
 
 def names_model(draft: DraftName) -> bool:
@@ -267,7 +284,9 @@ def names_model(draft: DraftName) -> bool:
 def check_draft(draft: DraftName, bits: Kind | None) -> None:
     """UserError or FileNotFoundError if a draft's name or bits are wrong, before any weights are
     loaded. bits: as of `load_draft`."""
-    if names_model(draft):
+    if looks_up_first(draft):
+        check_draft(draft.removeprefix(LOOK_UP), bits)
+    elif names_model(draft):
         draft_config(find_model(draft, DRAFTS), bits)
     elif bits is not None and (draft, bits) != ("self", 4):  # it has 4 bits anyway
         raise UserError(
@@ -285,6 +304,8 @@ def load_draft(
     """What drafts for this model; None for None. dtype: of a draft model (a head has the target's).
     bits: of its weights; None: the target's, or those that it is stored in (`default_bits`)."""
     check_draft(draft, bits)
+    if looks_up_first(draft):
+        return look_up_first(model, load_draft(draft.removeprefix(LOOK_UP), model, dtype, bits))
     if draft is None or isinstance(draft, Draft):
         return draft
     if isinstance(draft, Model):

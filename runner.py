@@ -136,13 +136,13 @@ class ModelRunner:
     ):
         self.target = target
         self.cache = cache
-        self.drawing = drawing
         self.has_drafter = drafter is not None
         self.drafter = drafter or Drafter()
+        self.drawing = drawing._replace(coupled=drawing.coupled or self.drafter.is_coupled)
         self.budget = budget
         self.grammars = grammars
         self.auto_gamma = AutoGamma()
-        self.next_gamma = 0  # γ of the next round, for requests that leave it to auto
+        self.batch_size = 1  # requests of the last rounds
 
     # ---- Requests
 
@@ -224,7 +224,8 @@ class ModelRunner:
             return 0
         gamma = request.settings.gamma
         if gamma is None:
-            gamma = min(self.next_gamma, left)
+            pay = self.auto_gamma.choose(self.batch_size, self.drafter.chances(request))
+            gamma = min(pay, left)
         # A fixed γ ignores `left`, because it must not depend on the other requests of the step.
         most = min(request.num_remaining, self.budget) - 1  # a round adds one more token
         gamma = min(gamma, most)
@@ -288,10 +289,10 @@ class ModelRunner:
         # All processes must choose the same.
         nanoseconds, is_typical = self.target.group.agree([int(1e9 * seconds), is_typical])
         if is_typical:
-            num_drafts = [item.num_drafts for item in rounds]
-            num_accepted = [item.request.rounds[-1].num_accepted for item in rounds]
-            self.auto_gamma.observe(num_drafts, num_accepted, 1e-9 * nanoseconds)
-        self.next_gamma = self.auto_gamma.choose(len(rounds))
+            self.auto_gamma.observe([item.num_drafts for item in rounds], 1e-9 * nanoseconds)
+        for item in rounds:
+            self.drafter.observe(item.request)
+        self.batch_size = len(rounds)
 
     def _is_typical(self, scheduled: Sequence[ScheduledRequest]) -> bool:
         """Whether a step took time only for its rounds: no request has its first round or reads
