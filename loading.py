@@ -73,7 +73,7 @@ class Model:
         tokenizer = Tokenizer.load(folder)
         recommended = GenerationConfig.load(folder)
         llama = Llama.load(folder, device, dtype, bits=bits, ops=Ops() if plain else None)
-        return cls(llama, tokenizer.of_model(llama.config.vocab_size), recommended, folder)
+        return cls(llama, tokenizer.limited_to(llama.config.vocab_size), recommended, folder)
 
     def complete(self, settings: Settings) -> Settings:
         """Replace settings that are None with those of generation_config.json, and draw a seed if
@@ -176,8 +176,7 @@ class Model:
                 f"the prompt has {len(tokens)} tokens: it must have from 1 to {limit - 1}; change "
                 "it, or raise --max-len (up to the model's limit, and memory must hold it)"
             )
-        # The tokenizer may know more tokens than the model.
-        check_in_vocabulary(tokens, self.tokenizer.vocab_size)
+        check_in_vocabulary(tokens, self.tokenizer.vocab_size)  # which is at most the model's
         max_tokens = min(settings.max_tokens, limit - len(tokens))
         settings = replace(self.complete(settings), max_tokens=max_tokens)
         return Request(tokens, settings, self.eos_token_ids, is_reply=is_reply)
@@ -247,6 +246,7 @@ def int4_draft(model: Model) -> Draft:
         raise UserError(f"the INT4 copy (--draft self): {error}; or name another draft") from None
     copy.embed = target.embed
     copy.head = target.head
+    # It drafts in the target's cache, and truncates what it has stored there.
     return Draft(lambda cache: SelfDrafter(copy, cache), (copy,))
 
 
@@ -255,7 +255,8 @@ def model_draft(draft: Model, model: Model) -> Draft:
     difference = model.tokenizer.difference(draft.tokenizer)
     if difference:
         raise UserError(
-            f"the draft's vocabulary is not the target's: {difference}; take its family, or ngram"
+            f"the draft's vocabulary is not the target's: {difference}; choose a draft of the "
+            "target's family, or ngram"
         )
     llama = draft.llama
     device = model.llama.device
@@ -301,8 +302,9 @@ def load_draft(
     dtype: torch.dtype | None = None,
     bits: Kind | None = None,
 ) -> Draft | None:
-    """What drafts for this model; None for None. dtype: of a draft model (a head has the target's).
-    bits: of its weights; None: the target's, or those that it is stored in (`default_bits`)."""
+    """Load a draft for this model; None if `draft` is None. dtype: of a draft model (a head has the
+    target's). bits: of its weights; None: the target's, or those that it is stored in
+    (`default_bits`)."""
     check_draft(draft, bits)
     if looks_up_first(draft):
         return look_up_first(model, load_draft(draft.removeprefix(LOOK_UP), model, dtype, bits))

@@ -464,7 +464,7 @@ def test_what_is_loaded_is_not_loaded_otherwise(model, draft):
         dict(draft_bits=4, draft=Draft(lambda cache: LastToken())),
     ):
         name = [*how][0]
-        with pytest.raises(UserError, match=f"{name}.* {how[name]!r}.* loaded .*leave .*{name}"):
+        with pytest.raises(UserError, match=f"{name}.* {how[name]!r}.* loaded.*leave .*{name}"):
             generate(PROMPT, model, **how)
     assert generate("a", model, draft="self", draft_bits=4, max_tokens=1).tokens
 
