@@ -461,5 +461,5 @@ class ModelRunner:
         if self.target.group.agree(state.has_failed):  # each process has a clock of its own
             request.error = (
                 "its grammar allows no token of this model here, or takes too much work for a "
-                "mask: simplify the grammar"
+                "mask: simplify it"
             )
