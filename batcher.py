@@ -37,7 +37,7 @@ from errors import UserError
 from kvcache import CacheFull
 from request import Request
 from runner import ModelRunner, ScheduledRequest
-from settings import Options, check_known
+from settings import Options, check_in_vocabulary
 
 # A request that finds no room in the caches is tried again only after this many steps or when a
 # request ends, because trying takes time and seldom succeeds.
@@ -64,7 +64,7 @@ class Batcher:
         was_added = request.arrived > 0  # otherwise there is no need to search for it
         if was_added and (request in self.running or request in self.waiting):
             raise UserError("this request is already in a batch: make another with the same tokens")
-        check_known(request.tokens, self.runner.drawing.vocab_size)
+        check_in_vocabulary(request.tokens, self.runner.drawing.vocab_size)
         # The last new token is never cached. With max_tokens 0, the whole prompt is.
         longest = len(request.tokens) + max(1, request.num_remaining) - 1
         most = self.runner.cache.max_len

@@ -70,7 +70,7 @@ def plain_loop(model: Model, request: Request, use_cache: bool = True) -> Iterat
     for _ in range(settings.max_tokens):
         metadata = cache.extend([(seq, new)]) if use_cache else None
         logits = llama(send(new, llama.device), metadata, slice(-1, None))  # [1, V]
-        known = logits[:, : model.tokenizer.vocab_size]  # some models have more rows: padding
+        known = logits[:, : model.tokenizer.vocab_size]  # some heads have more rows: padding
         probs = probabilities(check_finite(known), *filters)
         # The random numbers of this seed and position (sampling.py).
         rng = Keyed(send([settings.seed], llama.device), send([len(tokens)], llama.device))

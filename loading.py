@@ -33,7 +33,7 @@ from kvcache import Cache
 from model import Llama
 from quant import Kind, widths
 from request import Message, Request, Settings
-from settings import SETTINGS, Options, check_known
+from settings import SETTINGS, Options, check_in_vocabulary
 from tokenizer import Tokenizer
 
 # ---- Models --------------------------------------------------------------------------------------
@@ -178,7 +178,8 @@ class Model:
                 f"the prompt has {len(tokens)} tokens: it must have from 1 to {limit - 1}; change "
                 "it, or raise --max-len (up to the model's limit, and memory must hold it)"
             )
-        check_known(tokens, self.tokenizer.vocab_size)  # the tokenizer may know more tokens
+        # The tokenizer may know more tokens than the model.
+        check_in_vocabulary(tokens, self.tokenizer.vocab_size)
         max_tokens = min(settings.max_tokens, limit - len(tokens))
         settings = replace(self.complete(settings), max_tokens=max_tokens)
         return Request(tokens, settings, self.eos_token_ids, is_reply=is_reply)

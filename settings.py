@@ -323,7 +323,7 @@ def settings_of(given: Mapping[str, Any], defaults: Settings) -> Settings:
     return replace(defaults, **chosen)
 
 
-def check_known(tokens: Sequence[int], vocab_size: int) -> None:
+def check_in_vocabulary(tokens: Sequence[int], vocab_size: int) -> None:
     """UserError if a token of the prompt is not in a vocabulary of this size."""
     for token in (min(tokens), max(tokens)):
         if not 0 <= token < vocab_size:

@@ -75,7 +75,7 @@ def test_a_copy_has_the_code_the_models_and_no_answer(tmp_path):
 @pytest.mark.parametrize(
     "words, told",
     [
-        ("verfy", "did you mean verify?): there are plain_loop, "),
+        ("verfy", "did you mean verify?): there are attention, "),
         ("verify .", ". exists, or lies in a folder of the project: remove it, or put another"),
         ("verify app/new", "app/new exists, or lies in a folder of the project"),
         ("verify --check test_data", "test_data is not a copy: python exercise.py NAME test_data"),

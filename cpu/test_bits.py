@@ -74,7 +74,8 @@ class Recorder(ModelRunner):
 
     def step(self, scheduled: Sequence[ScheduledRequest]) -> dict[Request, list[int]]:
         new_tokens = super().step(scheduled)
-        for request, z in getattr(self.drafter, "newest", {}).items():
+        last_z = self.drafter.last_z if isinstance(self.drafter, EagleDrafter) else {}
+        for request, z in last_z.items():
             length = self.cache.length(request.seq)  # its last row has read one token more
             self.z[tuple(request.tokens[: length + 1])] = z
         return new_tokens
