@@ -464,7 +464,7 @@ def test_what_is_loaded_is_not_loaded_otherwise(model, draft):
         dict(draft_bits=4, draft=Draft(lambda cache: LastToken())),
     ):
         name = [*how][0]
-        with pytest.raises(UserError, match=f"{name}.* {how[name]!r}.* loaded .*leave .*{name}"):
+        with pytest.raises(UserError, match=f"{name}.* {how[name]!r}.* loaded.*leave .*{name}"):
             generate(PROMPT, model, **how)
     assert generate("a", model, draft="self", draft_bits=4, max_tokens=1).tokens
 
@@ -615,7 +615,7 @@ def test_what_does_not_go_together_is_refused_before_memory_is_asked_for(model):
         (dict(kv_memory=True), "kv_memory is True: it must be a share of free memory, or bytes"),
         (dict(kv_bits=5), "kv_bits is 5"),
         (dict(kv_memory=float("inf")), "need inf bytes of memory, and"),
-        (dict(kv_memory=1e308), r"1e\+308 bytes, and .* are free"),
+        (dict(kv_memory=1e308), r"1e\+308 bytes of memory, and .* are free"),
         (dict(kv_memory=float("nan")), "kv_memory is nan: it must be a share of"),
         (dict(kv="contiguous", max_batch=10**12), "for keys and values is .* smaller --max-batch"),
     ):
