@@ -617,7 +617,7 @@ def test_what_does_not_go_together_is_refused_before_memory_is_asked_for(model):
         (dict(kv_memory=float("inf")), "need inf bytes of memory, and"),
         (dict(kv_memory=1e308), r"1e\+308 bytes of memory, and .* are free"),
         (dict(kv_memory=float("nan")), "kv_memory is nan: it must be a share of"),
-        (dict(kv="contiguous", max_batch=10**12), "for keys and values is .* smaller --max-batch"),
+        (dict(kv="contiguous", max_batch=10**12), "keys and values need .* smaller --max-batch"),
     ):
         with pytest.raises(UserError, match=says):
             Engine(model, None, Options(**dict(max_len=50, max_batch=1) | wrong), tokens=100)
