@@ -4,7 +4,8 @@
     python bench.py --target NAME              a model's steps and prompts in float32, INT8 and
                                                INT4, and what grammars cost it
     python bench.py --draft tiny-eagle         what drafts cost and gain, beside plain decoding
-    python bench.py --against transformers     the same prompts and weights, in turns; or llama.cpp
+    python bench.py --against transformers     the same prompts and weights, in turns; or openvino,
+                                               or llama.cpp
     python bench.py --gpu all                  models of true shapes on a GPU; or decode, …
     python bench.py --plan 70B --gpu H200      what a model needs on GPUs that are not here
     python bench.py --readme                   the documents' tables and pictures
@@ -83,7 +84,12 @@ def parse_bench(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=number_or_word,
         help="of their weights: 16, 8, 4, fp8, nf4 (default: the target's)",
     )
-    p.add_argument("--prompts", metavar="FILE", type=Path, help="for --draft: JSON lines")
+    p.add_argument(
+        "--prompts",
+        metavar="FILE",
+        type=Path,
+        help='for --draft: JSON lines {"prompt": …, "kind": …}',
+    )
     p.add_argument("--gguf", metavar="FILE", help="for llama.cpp: the same model in its format")
     p.add_argument("--out", metavar="FILE", help="where numbers go (results/<machine>.json)")
     plan.add_plan_flags(p.add_argument_group("a plan: nothing is measured"))

@@ -6,8 +6,8 @@ anything:
 
     ModelDrafter    a smaller Llama with the target's vocabulary, under the request's own settings
     SelfDrafter     the target's own INT4 copy (`--draft self`), in the target's cache
-    NgramDrafter    the tokens that followed an earlier occurrence of the last few; no weights,
-                    and q is one-hot
+    LookupDrafter   what followed the same tokens before: no weights (lookup.py)
+    FirstLookUp     looks up, and lets another draft where nothing likelier is found
 
 Invariant: between rounds, a draft model's cache holds a prefix of the text, without the text's last
 token. If all drafts were accepted, the cache lacks two tokens: the last draft, which was drawn but
@@ -17,20 +17,20 @@ The target's INT4 copy has no cache of its own and does not read the prompt. It 
 cache: it stores the last token and all drafts but the last there, and then truncates the sequence
 to its former length. So it can draft only if every token but the text's last one is cached.
 
-A fourth drafter, which reads the target's hidden states, has its own page: eagle.py.
+A drafter that reads the target's hidden states has its own page: eagle.py.
 
 A model drafts through a *chain*: it computes the logits of the next draft, a token is picked from
 them, and that token is fed back to the model for the draft after it. A backend may run the whole
 chain in one call (`Ops.chain`). The runner (runner.py) calls:
 
-    most, num_to_read, fits     while it plans a step; they store nothing, but may open a sequence
+    chances, most,              while it plans a step; they store nothing, but may open a sequence
+      num_to_read, fits
     propose                     before the target's pass
-    learn                       after the target's pass
+    observe, learn              after the target's pass
     close                       when the request has ended
 
 Not covered: trees of drafts.
-Leviathan et al. 2023 (arXiv:2211.17192); prompt look-up: Saxena 2023; Yang et al. 2023, LLMA
-(2304.04487).
+Leviathan et al. 2023 (arXiv:2211.17192).
 
     B requests of a round · k the largest number of drafts in it · V vocabulary
 """
@@ -44,6 +44,7 @@ import torch
 from torch import Tensor
 
 from devices import send
+from gamma import Acceptance
 from kvcache import Cache
 from model import Features, Llama
 from request import Request
@@ -141,8 +142,16 @@ def pack_tokens(pieces: Sequence[Sequence[int]], device: torch.device) -> tuple[
 class Drafter:
     """The methods that a runner calls. This base class drafts and stores nothing."""
 
+    is_coupled = False  # True: verified in coupled mode, whatever was asked for
     shares_target_cache = False
     feature_layers: tuple[int, ...] = ()  # layers of the target whose inputs `learn` gets
+
+    def __init__(self) -> None:
+        self.acceptance = Acceptance()
+
+    def chances(self, request: Request) -> Sequence[float]:
+        """For 1, 2, … drafts of the next round: the probability that all are accepted."""
+        return self.acceptance.chances()
 
     def most(self, request: Request, wanted: int) -> int:
         """The number of tokens, at most `wanted`, that can be drafted for this request."""
@@ -160,6 +169,10 @@ class Drafter:
         """Draft as many tokens for each request as the round wants."""
         return round.no_drafts()
 
+    def observe(self, request: Request) -> None:
+        """A round of this request was verified: its last one."""
+        self.acceptance.observe(request.rounds[-1])
+
     def learn(self, scheduled: Sequence[ScheduledRequest], features: Features | None) -> None:
         """Called after the target has run this step and the requests have their new tokens.
         features: those of all tokens in the pass; None without `feature_layers`."""
@@ -174,6 +187,7 @@ class ModelDrafter(Drafter):
     than the model's context gets no more drafts."""
 
     def __init__(self, model: Llama, cache: Cache):
+        super().__init__()
         self.model = model
         self.cache = cache
         self.seqs: dict[Request, int] = {}  # in `cache`
@@ -246,6 +260,7 @@ class SelfDrafter(Drafter):
     shares_target_cache = True
 
     def __init__(self, model: Llama, cache: Cache):
+        super().__init__()
         self.model = model
         self.cache = cache
 
@@ -269,51 +284,6 @@ class SelfDrafter(Drafter):
         for seq, length in zip(seqs, lengths):
             self.cache.truncate(seq, length)
         return proposal
-
-
-class NgramDrafter(Drafter):
-    """Looks for an earlier occurrence of the text's last n tokens, trying the largest n first, and
-    proposes the tokens that followed it."""
-
-    def __init__(self, longest: int = 3):
-        self.longest = longest
-        self.texts: dict[Request, str] = {}  # one character per token, so that `rfind` can be used
-
-    def most(self, request: Request, wanted: int) -> int:
-        return len(self.look_up(request, wanted))
-
-    def propose(self, round: Round) -> Proposal:
-        proposal = round.no_drafts()
-        for b, (request, num_drafts) in enumerate(zip(round.requests, round.num_drafts)):
-            for j, token in enumerate(self.look_up(request, num_drafts)):
-                proposal.tokens[b, j] = token
-                if proposal.q is not None:
-                    proposal.q[b, j, token] = 1
-        return proposal
-
-    def close(self, request: Request) -> None:
-        self.texts.pop(request, None)
-
-    def look_up(self, request: Request, count: int) -> list[int]:
-        """At most `count` tokens: those that the grammar forces or, if it forces none, those found
-        in the text."""
-        state = request.grammar_state
-        if state is None:
-            return self._find(request, count)
-        return state.forced(count) or state.allowed(self._find(request, count))
-
-    def _find(self, request: Request, count: int) -> list[int]:
-        """`count` tokens, or none. If too few tokens follow the match, they are repeated: "ab ab"
-        is continued with " ab ab …"."""
-        text = self.texts.get(request, "")
-        text += "".join(map(chr, request.tokens[len(text) :]))
-        self.texts[request] = text
-        for n in range(min(self.longest, len(text) - 1), 0, -1):
-            start = text.rfind(text[-n:], 0, -1)  # the end -1 excludes the suffix itself
-            if start >= 0:
-                followers = text[start + n :]
-                return [ord(followers[j % len(followers)]) for j in range(count)]
-        return []
 
 
 def main() -> None:

@@ -1,14 +1,14 @@
 """Exercises: write the function that a page is about, and run the page's tests on it.
 
-    python exercise.py                    lists the twelve exercises
+    python exercise.py                    lists the thirteen exercises
     python exercise.py verify             copies the project to ./exercise-verify, and leaves out
                                           the body of `verify`
     python exercise.py verify --check     runs the tests that judge the body you wrote there
-    python exercise.py all                leaves out all twelve bodies
+    python exercise.py all                leaves out all thirteen bodies
     python exercise.py all --check        names the first one that is not right yet
 
 The exercises are in such an order that the tests of each need only the bodies before it. So `all`
-is a course: the engine in twelve steps.
+is a course: the engine in thirteen steps.
 
 
 The function keeps its signature, its docstring and the comment above its first line. The page's
@@ -162,6 +162,16 @@ EXERCISES = (  # each needs only those before it
             "test_speculative.py::test_verify_follows_p_and_accepts_as_many_as_it_says",
         ),
         flags="--draft tiny-draft --verify token --temperature 1",
+    ),
+    Exercise(
+        page="gamma.py",
+        function="speed_ups",
+        teaches="how many drafts pay: the tokens of a round over its cost",
+        tests=(
+            "test_gamma.py::test_speed_ups_by_hand",
+            "test_gamma.py::test_auto_reaches_the_best_fixed_gamma",
+        ),
+        flags="--draft ngram",
     ),
 )
 NAMED = {exercise.function: exercise for exercise in EXERCISES}

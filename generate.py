@@ -43,7 +43,7 @@ from batcher import Batcher
 from devices import send
 from errors import UserError, check_names
 from kvcache import Cache, KVCache, contiguous_caches
-from loading import Draft, DraftName, Model, check_draft, load_draft
+from loading import NO_DRAFT, Draft, DraftName, Model, check_draft, load_draft
 from model import Llama
 from paged import PagedCache, paged_caches
 from quant import Kind, widths
@@ -96,11 +96,8 @@ class PlainLoop:
 
     def check(self, request: Request) -> None:
         settings = request.settings
-        if (
-            settings.follows
-            or settings.logprobs is not None
-            or settings.prompt_logprobs is not None
-        ):
+        logprobs = settings.logprobs, settings.prompt_logprobs
+        if settings.follows is not None or logprobs != (None, None):
             raise UserError(
                 "grammars and logprobs need a cache: leave out --no-cache, or "
                 "--schema, --regex, --choice, --grammar, --logprobs and --prompt-logprobs"
@@ -131,6 +128,17 @@ class PlainLoop:
             self.waiting.remove(request)
 
 
+def check_without_cache(draft: Draft | None, options: Options) -> None:
+    """UserError for what `PlainLoop` does not support."""
+    cache_options = (widths(options.kv_bits), options.kv, options.kv_memory)
+    is_plain = cache_options == ((16, 16), "paged", None)
+    if draft is not None or options.max_batch > 1 or not is_plain:
+        raise UserError(
+            "without a cache there are no drafts, no batches and no options of it: leave out "
+            "--draft, --prompts, --kv, --kv-bits and --kv-memory, or --no-cache"
+        )
+
+
 class Engine:
     """A target, a draft, their caches and the batch.
 
@@ -143,37 +151,35 @@ class Engine:
     def __init__(
         self, model: Model, draft: Draft | None, options: Options, tokens: int | None = None
     ):
-        llama = model.llama
-        max_len = model.max_total_tokens(options)
-        vocab_size = model.tokenizer.vocab_size
-        self.caches = make_caches(llama, draft, options, max_len, tokens)
+        self.max_len = model.max_total_tokens(options)
+        self.caches: list[Cache] = []  # the target's, and the draft's, if it has one of its own
+        self.runner: ModelRunner | None = None
+        if options.use_cache:
+            self._start(model, draft or NO_DRAFT, options, tokens)
+        else:
+            check_without_cache(draft, options)
+            self.batcher = PlainLoop(model)
         for setting in model.recommended.unsupported():
             where = model.recommended.where
             warnings.warn(f"this model's {where} asks for {setting}, which is not supported")
-        self.runner = None
-        self.max_len = max_len
-        if not options.use_cache:
-            self.batcher = PlainLoop(model)
-            return
+
+    def _start(self, model: Model, draft: Draft, options: Options, tokens: int | None) -> None:
+        """Make the caches, the runner and the batch."""
+        llama = model.llama
+        vocab_size = model.tokenizer.vocab_size
+        self.caches = make_caches(llama, draft, options, self.max_len, tokens)
         cache = self.caches[0]
-        self.max_len = min(max_len, cache.max_len)  # a small cache limits the length
         draft_cache = self.caches[-1]  # the target's, if the draft has none of its own
-        self.runner = ModelRunner(
-            llama,
-            cache,
-            Drawing(
-                vocab_size,
-                coupled=options.verify == "coupled",
-                by_token=options.verify == "token",
-            ),
-            drafter=None if draft is None else draft.make(draft_cache),
-            budget=llama.ops.step_budget,
-            grammars=model.grammars,
-        )
+        self.max_len = min(self.max_len, cache.max_len)  # a small cache holds shorter sequences
+        is_coupled = options.verify == "coupled"
+        drawing = Drawing(vocab_size, is_coupled, by_token=options.verify == "token")
+        drafter = draft.make(draft_cache)
+        budget = llama.ops.step_budget
+        self.runner = ModelRunner(llama, cache, drawing, drafter, budget, model.grammars)
         self.batcher = Batcher(self.runner, options.max_batch)
         if options.max_batch > 1:  # compile kernels now that only steps of many requests launch
             llama.ops.warm_up(llama, cache, vocab_size)
-            for draft_model in draft.models if draft else ():
+            for draft_model in draft.models:
                 draft_model.ops.warm_up(draft_model, draft_cache, vocab_size)
 
     def describe(self) -> str:
@@ -228,25 +234,16 @@ class Engine:
 
 
 def make_caches(
-    target: Llama, draft: Draft | None, options: Options, max_len: int, tokens: int | None
+    target: Llama, draft: Draft, options: Options, max_len: int, tokens: int | None
 ) -> list[Cache]:
-    """The target's cache, and the draft's own cache if it has one; [] with --no-cache."""
+    """The target's cache, and the draft's own, if it has one."""
     bits = widths(options.kv_bits)
-    if not options.use_cache:
-        cache_options = (bits, options.kv, options.kv_memory)
-        is_plain = cache_options == ((16, 16), "paged", None)
-        if draft is not None or options.max_batch > 1 or not is_plain:
-            raise UserError(
-                "drafts, batches and cache options need a cache: leave out "
-                "--draft, --prompts, --kv, --kv-bits and --kv-memory, or --no-cache"
-            )
-        return []
-    specs = [target.kv_spec(bits, draft.draft_layers if draft else 0)]
+    specs = [target.kv_spec(bits, draft.draft_layers)]
     limits = [max_len]
-    if draft is not None and draft.has_own_cache:
-        (llama,) = draft.models
-        specs.append(llama.kv_spec(bits))
-        limits.append(min(max_len, llama.config.max_position_embeddings))
+    if draft.has_own_cache:
+        for llama in draft.models:
+            specs.append(llama.kv_spec(bits))
+            limits.append(min(max_len, llama.config.max_position_embeddings))
     if options.kv == "contiguous":
         return contiguous_caches(specs, limits, options.max_batch)
     return paged_caches(specs, limits, tokens or options.max_batch * max_len, options)
@@ -317,7 +314,7 @@ def prepare(
 ) -> tuple[Engine, list[OutputStream]]:
     """An engine for these prompts, and a stream for each.
 
-    draft: a model, "ngram" or "self". draft_bits: see `load_draft`. system, chat: see
+    draft: a model, "ngram", "self" or "ngram,NAME". draft_bits: see `load_draft`. system, chat: see
     `Model.encode`. show: called with each new piece of text and the origin of its last token
     (request.py). named: device, dtype, bits and plain of `Model.load`, and fields of `Options` and
     `Settings`. Unless `verify` is "coupled", an output also depends on the draft and on how many

@@ -37,7 +37,6 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Sequence
-from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -86,6 +85,7 @@ class AttentionMetadata:
         sequences: Sequence[SequenceSlice],
         block_size: int,
         cache: Cache | None = None,
+        device: torch.device | str = "cpu",
     ):
         self.sequences = sequences
         self.block_size = block_size
@@ -93,34 +93,22 @@ class AttentionMetadata:
         self.num_new_tokens = [sequence.num_new_tokens for sequence in sequences]
         self.backend: dict[str, Any] = {}  # values that a backend computes once for all layers
         M = max((len(sequence.block_table) for sequence in sequences), default=0)
-        self._set_parts(pack_metadata(sequences, block_size, M), M)
+        self._set_parts(pack_metadata(sequences, block_size, M), M, device)
 
     @classmethod
-    def without_cache(cls, num_sequences: int, length: int) -> AttentionMetadata:
-        """Metadata for sequences of `length` tokens from their beginning, with one block for
-        each."""
+    def without_cache(
+        cls, num_sequences: int, length: int, device: torch.device | str = "cpu"
+    ) -> AttentionMetadata:
+        """Sequences of `length` tokens, each from its beginning: a block of that size for each."""
         slices = [SequenceSlice([b], 0, length) for b in range(num_sequences)]
-        return cls(slices, block_size=length)
+        return cls(slices, block_size=length, device=device)
 
-    def _set_parts(self, parts: Sequence[array], M: int) -> None:
-        self.table_length = M
-        self.sizes = [len(part) for part in parts]
-        self._set_views(joined_parts(parts))
-
-    def _set_views(self, buffer: Tensor) -> None:
-        self.buffer = buffer
-        parts = buffer.split_with_sizes(self.sizes)
-        self.positions, self.slot_mapping, self.cu_seqlens, self.seq_lens, tables = parts
-        self.block_tables = tables.view(len(self.seq_lens), self.table_length)
-
-    def to(self, device: torch.device) -> AttentionMetadata:
-        """The same metadata on the device, transferred in one copy."""
-        if self.buffer.device == device:
-            return self
-        moved = copy(self)
-        moved.backend = {}
-        moved._set_views(send(self.buffer, device))
-        return moved
+    def _set_parts(self, parts: Sequence[array], M: int, device: torch.device | str) -> None:
+        """Send the numbers of the five tensors to the device, by one copy."""
+        self.buffer = send(joined_parts(parts), torch.device(device))
+        views = self.buffer.split_with_sizes([len(part) for part in parts])
+        self.positions, self.slot_mapping, self.cu_seqlens, self.seq_lens, tables = views
+        self.block_tables = tables.view(len(self.seq_lens), M)
 
     @cached_property
     def slots(self) -> list[Tensor]:
@@ -380,7 +368,7 @@ class Cache:
         slices = []
         for seq, start, stop in spans:
             slices.append(SequenceSlice(self.sequence(seq).block_table, start, stop))
-        return AttentionMetadata(slices, self.block_size, self).to(self.device)
+        return AttentionMetadata(slices, self.block_size, self, self.device)
 
     def write(self, layer: int, slot_mapping: Tensor, k: Tensor, v: Tensor) -> None:
         """Store k and v: [T, G, D] in their slots: int64[T]."""

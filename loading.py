@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -25,11 +25,12 @@ from checkpoint.generation import GenerationConfig
 from checkpoint.hub import find_model
 from checkpoint.load import default_bits, draft_config, load_eagle
 from devices import free_memory
-from drafters import Drafter, ModelDrafter, NgramDrafter, SelfDrafter
+from drafters import Drafter, ModelDrafter, SelfDrafter
 from eagle import EagleDrafter, EagleHead
 from errors import UserError
 from kernels import Ops
 from kvcache import Cache
+from lookup import FirstLookUp, History, LookupDrafter
 from model import Llama
 from quant import Kind, widths
 from request import Message, Request, Settings
@@ -55,6 +56,7 @@ class Model:
         self.folder = folder
         self.eos_token_ids = self.recommended.all_ends(llama.config, tokenizer)
         self.grammars = Grammars(tokenizer, self.eos_token_ids)
+        self.history = History()  # of all its requests, for drafts that are looked up
 
     @classmethod
     def load(
@@ -109,32 +111,28 @@ class Model:
         warning says so. thinking: the template's variable enable_thinking. most: the most tokens;
         TooManyTokens is raised beyond it.
         """
-        if not self.uses_template(chat):
-            is_plain = isinstance(prompt, str) and system is None and thinking is None
-            if chat or not is_plain:
+        if self.uses_template(chat):
+            if special:
                 raise UserError(
-                    "chat messages, a system message and thinking need a chat template: leave "
-                    "them out, or use an Instruct model and no --raw"
+                    "special is for plain prompts, and this one is formatted with a chat template: "
+                    "leave special out, or add --raw"
                 )
-            tokens = self.tokenizer.prompt(prompt, special, most)
-            control = self.tokenizer.spelled_control(prompt)
-            if control and not special:
-                warnings.warn(
-                    f"a prompt contains the control token {control}, which is read as text: use "
-                    "--special, or the field special, to read it as that token"
-                )
-            return tokens
-        if special:
+            messages = as_messages(prompt, system)
+            return self.tokenizer.chat(messages, enable_thinking=thinking, most=most)
+        is_plain = isinstance(prompt, str) and system is None and thinking is None
+        if chat or not is_plain:
             raise UserError(
-                "special is for plain prompts, and this one is formatted with a chat template: "
-                "leave special out, or add --raw"
+                "chat messages, a system message and thinking need a chat template: leave "
+                "them out, or use an Instruct model and no --raw"
             )
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        if not isinstance(messages, Sequence) or not messages:
-            raise UserError(f"a prompt is {messages!r}: it must be a text, or a list of messages")
-        if system is not None:
-            messages = [{"role": "system", "content": system}, *messages]
-        return self.tokenizer.chat(messages, enable_thinking=thinking, most=most)
+        tokens = self.tokenizer.prompt(prompt, special, most)
+        control = self.tokenizer.spelled_control(prompt)
+        if control and not special:
+            warnings.warn(
+                f"a prompt contains the control token {control}, which is read as text: use "
+                "--special, or the field special, to read it as that token"
+            )
+        return tokens
 
     def max_total_tokens(self, options: Options) -> int:
         """The most tokens that prompt and output may have together: options.max_len or, if it is
@@ -185,25 +183,48 @@ class Model:
         return Request(tokens, settings, self.eos_token_ids, is_reply=is_reply)
 
 
+def as_messages(prompt: str | list[Message], system: str | None) -> list[Message]:
+    """A conversation: the prompt, after a system message if there is one."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if not isinstance(messages, Sequence) or not messages:
+        raise UserError(f"a prompt is {messages!r}: it must be a text, or a list of messages")
+    if system is not None:
+        messages = [{"role": "system", "content": system}, *messages]
+    return messages
+
+
 # ---- Drafts --------------------------------------------------------------------------------------
 
 
 class Draft(NamedTuple):
     """What `Engine` needs to make a drafter."""
 
-    make: Callable[[Cache], Drafter]  # called with the draft's own cache, or with the target's
+    # Called with the draft's own cache, or with the target's.
+    make: Callable[[Cache], Drafter | None]
     models: tuple[Llama, ...] = ()  # the model or EAGLE head that drafts, if there is one
     has_own_cache: bool = False
     draft_layers: int = 0  # how many layers it adds to the target's cache
 
 
-# What a caller may give as a draft: a name, or something that is already loaded.
+NO_DRAFT = Draft(lambda cache: None)
+
+# What a caller may give as a draft: a kind of `DRAFTS`, the name of a model (an alias, a Hub id, a
+# folder or a GGUF), or what is loaded already.
 DraftName = str | Path | Model | Draft | None
 
 
 def ngram_draft(model: Model) -> Draft:
-    """`--draft ngram`: drafts are looked up in the text so far."""
-    return Draft(lambda cache: NgramDrafter())
+    """`--draft ngram`: drafts are looked up in all requests."""
+    return Draft(lambda cache: LookupDrafter(model.history))
+
+
+def look_up_first(model: Model, draft: Draft) -> Draft:
+    """`--draft ngram,NAME`: look back, and let this draft where nothing likelier is found."""
+
+    def make(cache: Cache) -> Drafter:
+        return FirstLookUp(LookupDrafter(model.history), draft.make(cache))
+
+    return draft._replace(make=make)
 
 
 def int4_draft(model: Model) -> Draft:
@@ -229,20 +250,45 @@ def int4_draft(model: Model) -> Draft:
     return Draft(lambda cache: SelfDrafter(copy, cache), (copy,))
 
 
+def model_draft(draft: Model, model: Model) -> Draft:
+    """`--draft NAME`: a model with the target's vocabulary, on the target's device."""
+    difference = model.tokenizer.difference(draft.tokenizer)
+    if difference:
+        raise UserError(
+            f"the draft's vocabulary is not the target's: {difference}; take its family, or ngram"
+        )
+    llama = draft.llama
+    device = model.llama.device
+    if llama.device != device:
+        raise UserError(
+            f"the draft is on {llama.device}, and the target on {device}: load both on one"
+        )
+    return Draft(lambda cache: ModelDrafter(llama, cache), (llama,), has_own_cache=True)
+
+
 DRAFTS: dict[str, Callable[[Model], Draft]] = {"ngram": ngram_draft, "self": int4_draft}
+LOOK_UP = "ngram,"  # and the name of another draft
 
 
-def names_model(draft: Any) -> bool:
-    """Whether this is the name of a draft model that is still to be loaded."""
-    return not isinstance(draft, Model | Draft | None) and draft not in [*DRAFTS]
+def looks_up_first(draft: DraftName) -> bool:
+    """Whether this names a draft that steps in where a look-up finds nothing likelier."""
+    return isinstance(draft, str) and draft.startswith(LOOK_UP)
 
 
-def check_draft(name: DraftName, bits: Kind | None) -> None:
+def names_model(draft: DraftName) -> bool:
+    """Whether this is the name of a model that drafts, not loaded yet."""
+    is_kind = isinstance(draft, str) and draft in DRAFTS
+    return not is_kind and not isinstance(draft, Model | Draft | None)
+
+
+def check_draft(draft: DraftName, bits: Kind | None) -> None:
     """UserError or FileNotFoundError if a draft's name or bits are wrong, before any weights are
-    loaded. bits: as for `load_draft`."""
-    if names_model(name):
-        draft_config(find_model(name, DRAFTS), bits)
-    elif bits is not None and (name, bits) != ("self", 4):  # self always has 4 bits
+    loaded. bits: as of `load_draft`."""
+    if looks_up_first(draft):
+        check_draft(draft.removeprefix(LOOK_UP), bits)
+    elif names_model(draft):
+        draft_config(find_model(draft, DRAFTS), bits)
+    elif bits is not None and (draft, bits) != ("self", 4):  # it has 4 bits anyway
         raise UserError(
             f"draft_bits is {bits}, and there is no draft to round: self is always INT4, ngram "
             "has no weights, and a loaded draft is not changed; leave draft_bits out"
@@ -250,44 +296,31 @@ def check_draft(name: DraftName, bits: Kind | None) -> None:
 
 
 def load_draft(
-    name: DraftName,
+    draft: DraftName,
     model: Model,
     dtype: torch.dtype | None = None,
     bits: Kind | None = None,
 ) -> Draft | None:
-    """The draft with this name: an entry of `DRAFTS`, an EAGLE head for this target, or a model
-    with the target's vocabulary. It is loaded on the target's device. dtype: for a model (a head
-    has the target's). bits: of its weights; None means the target's, or those it is stored in
-    (`default_bits`)."""
-    check_draft(name, bits)
+    """What drafts for this model; None for None. dtype: of a draft model (a head has the target's).
+    bits: of its weights; None: the target's, or those that it is stored in (`default_bits`)."""
+    check_draft(draft, bits)
+    if looks_up_first(draft):
+        return look_up_first(model, load_draft(draft.removeprefix(LOOK_UP), model, dtype, bits))
+    if draft is None or isinstance(draft, Draft):
+        return draft
+    if isinstance(draft, Model):
+        return model_draft(draft, model)
+    if not names_model(draft):
+        return DRAFTS[draft](model)
     target = model.llama
-    if names_model(name):
-        folder = find_model(name, DRAFTS)
-        if bits is None:
-            bits = default_bits(folder, target.config)
-        if is_eagle(folder):
-            head = load_eagle(EagleHead, folder, target, bits)
-            return Draft(lambda cache: EagleDrafter(head, cache), (head,), draft_layers=1)
-        is_plain = type(target.ops) is Ops
-        # From here on, the draft is treated as if the caller had loaded it.
-        name = Model.load(folder, target.device, dtype, bits, is_plain)
-    if name is None or isinstance(name, Draft):
-        return name
-    if name in DRAFTS:
-        return DRAFTS[name](model)
-    difference = model.tokenizer.difference(name.tokenizer)
-    if difference:
-        raise UserError(
-            f"the draft's vocabulary is not the target's: {difference}; use a draft of the same "
-            "model family, or ngram"
-        )
-    llama = name.llama
-    if llama.device != target.device:
-        raise UserError(
-            f"the draft is on {llama.device}, and the target is on {target.device}: load both on "
-            "one device"
-        )
-    return Draft(lambda cache: ModelDrafter(llama, cache), (llama,), has_own_cache=True)
+    folder = find_model(draft, DRAFTS)
+    if bits is None:
+        bits = default_bits(folder, target.config)
+    if is_eagle(folder):
+        head = load_eagle(EagleHead, folder, target, bits)
+        return Draft(lambda cache: EagleDrafter(head, cache), (head,), draft_layers=1)
+    is_plain = type(target.ops) is Ops
+    return model_draft(Model.load(folder, target.device, dtype, bits, is_plain), model)
 
 
 def main() -> None:

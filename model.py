@@ -146,7 +146,7 @@ class Llama(Weights):
         """What `forward` returns. Without metadata the tokens are one sequence, without a cache."""
         if metadata is None:
             tokens = self.checked(tokens)
-            metadata = AttentionMetadata.without_cache(1, len(tokens)).to(self.device)
+            metadata = AttentionMetadata.without_cache(1, len(tokens), self.device)
         # This calls `forward`, unless the backend has a faster version of the whole pass.
         return self.ops.forward(self, tokens, metadata, logits_indices, features)
 

@@ -341,6 +341,17 @@ ROOMS: dict[str, list[Exhibit]] = {
             distribution_by_enumeration,
         ),
         Exhibit(
+            "ggml-org/llama.cpp#22506",
+            "a drawn draft is dropped because its own q was low",
+            "none there, where each draft is q's argmax; with draws from q the outputs are biased",
+            Round.verify,
+            "drafted, q = proposal",
+            "drafted, q = proposal; "
+            "low = q[:, :-1].gather(-1, drafted.clamp(min=0)[..., None]) < 0.35; "
+            "q[:, :-1] *= 1 - low.long().cummax(1)[0]",
+            distribution_by_enumeration,
+        ),
+        Exhibit(
             "vllm-project/vllm#16952",
             "the draw divides q by its noise in place",
             "verification read numbers that were not probabilities",

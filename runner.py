@@ -136,13 +136,13 @@ class ModelRunner:
     ):
         self.target = target
         self.cache = cache
-        self.drawing = drawing
         self.has_drafter = drafter is not None
         self.drafter = drafter or Drafter()
+        self.drawing = drawing._replace(coupled=drawing.coupled or self.drafter.is_coupled)
         self.budget = budget
         self.grammars = grammars
         self.auto_gamma = AutoGamma()
-        self.next_gamma = 0  # γ of the next round, for requests that leave it to auto
+        self.batch_size = 1  # requests of the last rounds
 
     # ---- Requests
 
@@ -197,15 +197,13 @@ class ModelRunner:
             budget = self.budget
         start = self.cache.length(request.seq)
         num_pending = self.num_pending(request)
-        whole = ScheduledRequest(request, start, num_pending)
-        left = budget - self.work(whole)
-        num_drafts = self._num_drafts(request, left)
-        whole = whole._replace(num_drafts=num_drafts)
-        # A drafter that shares the target's cache needs the keys and values of all tokens but the
-        # last.
+        pending = ScheduledRequest(request, start, num_pending)
+        num_drafts = self._num_drafts(request, left=budget - self.work(pending))
+        whole_round = pending._replace(num_drafts=num_drafts)
+        # A drafter in the target's cache needs the keys and values of all but the last token.
         can_draft = num_pending == 1 or not self.drafter.shares_target_cache
-        if self.work(whole) <= budget and (can_draft or num_drafts == 0):
-            return whole
+        if self.work(whole_round) <= budget and (can_draft or num_drafts == 0):
+            return whole_round
         # A chunk leaves the last token for the round. If only that token is pending, the chunk is
         # empty, and the batcher drops it.
         num_tokens = min(self._longest_chunk(start, budget), num_pending - 1)
@@ -226,7 +224,8 @@ class ModelRunner:
             return 0
         gamma = request.settings.gamma
         if gamma is None:
-            gamma = min(self.next_gamma, left)
+            pay = self.auto_gamma.choose(self.batch_size, self.drafter.chances(request))
+            gamma = min(pay, left)
         # A fixed γ ignores `left`, because it must not depend on the other requests of the step.
         most = min(request.num_remaining, self.budget) - 1  # a round adds one more token
         gamma = min(gamma, most)
@@ -243,21 +242,19 @@ class ModelRunner:
 
     @torch.inference_mode()
     def step(self, scheduled: Sequence[ScheduledRequest]) -> dict[Request, list[int]]:
-        """Run a step -> the new tokens of each request that had a round. If the step fails or is
-        interrupted, its requests are closed."""
+        """Run the plans -> the new tokens of each request that had a round. If the step fails, or
+        is interrupted, its requests are closed."""
+        scheduled = with_rows(scheduled)
         try:
-            return self._step(scheduled)
+            with self._timed(scheduled):
+                return self._step(scheduled)
         except BaseException:  # Ctrl-C, too
             for item in scheduled:
                 self.close(item.request)
             raise
 
     def _step(self, scheduled: Sequence[ScheduledRequest]) -> dict[Request, list[int]]:
-        scheduled = with_rows(scheduled)
         rounds = [item for item in scheduled if item.samples]
-        is_typical = self._is_typical(scheduled)
-        num_graphs = len(live_graphs)
-        start = time.perf_counter()
         features = None
         if self.drafter.feature_layers:
             T = scheduled[-1].tokens.stop
@@ -273,24 +270,29 @@ class ModelRunner:
         self.drafter.learn(scheduled, features)
         for item in scheduled:
             self.cache.commit(item.request.seq, item.request.tokens)
-        if self.has_drafter and rounds:
-            seconds = time.perf_counter() - start  # `run_rounds` has waited for the device
-            if len(live_graphs) > num_graphs:  # this step recorded graphs that later ones replay
-                is_typical = False
-            self._choose_gamma(rounds, seconds, is_typical)
         return new_tokens
 
-    def _choose_gamma(
-        self, rounds: Sequence[ScheduledRequest], seconds: float, is_typical: bool
-    ) -> None:
-        """Choose γ for the next step, from the time and the acceptance of this one."""
-        # All processes must choose the same γ.
+    @contextmanager
+    def _timed(self, scheduled: Sequence[ScheduledRequest]) -> Iterator[None]:
+        """Choose γ of the next step, from the time of the step in this block and its drafts."""
+        rounds = [item for item in scheduled if item.samples]
+        if not rounds or not self.has_drafter:
+            yield
+            return
+        is_typical = self._is_typical(scheduled)
+        num_graphs = len(live_graphs)
+        start = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - start  # the step has waited for the device
+        if len(live_graphs) > num_graphs:  # it recorded what later ones replay
+            is_typical = False
+        # All processes must choose the same.
         nanoseconds, is_typical = self.target.group.agree([int(1e9 * seconds), is_typical])
         if is_typical:
-            num_drafts = [item.num_drafts for item in rounds]
-            num_accepted = [item.request.rounds[-1].num_accepted for item in rounds]
-            self.auto_gamma.observe(num_drafts, num_accepted, 1e-9 * nanoseconds)
-        self.next_gamma = self.auto_gamma.choose(len(rounds))
+            self.auto_gamma.observe([item.num_drafts for item in rounds], 1e-9 * nanoseconds)
+        for item in rounds:
+            self.drafter.observe(item.request)
+        self.batch_size = len(rounds)
 
     def _is_typical(self, scheduled: Sequence[ScheduledRequest]) -> bool:
         """Whether a step took time only for its rounds: no request has its first round or reads

@@ -64,6 +64,7 @@ output would not follow p.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -285,6 +286,15 @@ class Round:
     def drafting(self, j: int = 0) -> list[int]:
         """The requests that want a draft j."""
         return [b for b, num_drafts in enumerate(self.num_drafts) if num_drafts > j]
+
+    def with_drafts(self, num_drafts: Sequence[int]) -> Round:
+        """The same round with fewer drafts: the others are another drafter's."""
+        round = copy(self)
+        round.num_drafts = num_drafts
+        round.width = 1 + max(num_drafts)
+        for name in ("keys", "rngs"):  # they are made for `width`
+            round.__dict__.pop(name, None)
+        return round
 
     def setting(self, name: str) -> list[float | int | None]:
         """Each request's value of a sampling setting."""

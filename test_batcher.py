@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+import lookup
 from batcher import RETRY_AFTER, Batcher
-from drafters import NgramDrafter
 from errors import UserError
 from generate import Engine
 from loading import Model, load_draft
+from lookup import LookupDrafter
 from paged import PagedCache
 from request import OutputStream, Request, Settings
 from runner import ModelRunner
@@ -108,7 +109,7 @@ def add_all(batcher: Batcher, requests: Sequence[Request]) -> None:
 
 def test_no_running_request_starves_behind_drafts():
     """64 texts with γ = 8 and a budget of 512 tokens: 56 rounds fit, so 56 texts are admitted."""
-    batcher = make_batcher(1000, 4, 64, 512, drafter=NgramDrafter())
+    batcher = make_batcher(1000, 4, 64, 512, drafter=LookupDrafter())
     requests = [make_request(9, 16, i, gamma=8) for i in range(64)]
     requests[7].tokens[3:6] = requests[7].tokens[:3] = [5, 6, 7]  # so that n-grams are found
     requests[-1].tokens[3:6] = requests[-1].tokens[:3] = [5, 6, 7]
@@ -129,7 +130,7 @@ def test_no_running_request_starves_behind_drafts():
 
 def test_auto_gamma_leaves_a_round_for_each_younger_request():
     batcher = make_batcher(budget=12, drafter=LastToken())
-    batcher.runner.auto_gamma.choose = lambda batch_size: 8
+    batcher.runner.auto_gamma.choose = lambda *_: 8 if batcher.num_steps > 1 else 0
     requests = [make_request(3, 30, i, gamma=None) for i in range(4)]
     add_all(batcher, requests)
     most = 0
@@ -263,7 +264,7 @@ def test_request_that_could_never_be_served_is_refused_alone():
     fitting = make_request(10, 11)
     assert [request for request, _ in batcher.run([fitting])] == [fitting] * 11
     assert fitting.finish_reason == "length"
-    batcher = make_batcher(drafter=NgramDrafter())
+    batcher = make_batcher(drafter=LookupDrafter())
     with pytest.raises(UserError, match="gamma is 32, and a step has a budget of 32 tokens"):
         batcher.add(make_request(1, 3, gamma=32))
     batcher.check(make_request(1, 3, gamma=31))
@@ -287,7 +288,7 @@ def test_a_request_that_is_refused_leaves_the_batch_as_it_was():
 
 
 def test_cancelled_requests_free_their_blocks_at_once():
-    batcher = make_batcher(max_batch=2, drafter=NgramDrafter())
+    batcher = make_batcher(max_batch=2, drafter=LookupDrafter())
     requests = [make_request(20, 30, i) for i in range(3)]
     add_all(batcher, requests)
     batcher.step()
@@ -391,7 +392,9 @@ def test_finished_request_is_not_searched_among_those_that_wait(models):
 
 
 @pytest.mark.parametrize("draft", ["ngram", "model"])
-def test_nothing_is_kept_of_finished_requests(models, draft):
+def test_nothing_is_kept_of_finished_requests(models, draft, monkeypatch):
+    """But for what look-ups may keep, by their limit: here none."""
+    monkeypatch.setattr(lookup, "MOST_TOKENS", 0)
     model = models[0]
     engine = Engine(
         model,

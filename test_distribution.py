@@ -15,6 +15,7 @@ from checkpoint.formats import Quantization
 from conftest import examples
 from drafters import ModelDrafter, SelfDrafter
 from eagle import EagleDrafter
+from gamma import speed_ups
 from grammar import GrammarState, Masks
 from kernels import Ops
 from kvcache import Cache, KVCache, KVSpec
@@ -23,7 +24,15 @@ from paged import PagedCache
 from proof import Toy, Walk, distance, enumerate_distribution
 from runner import ModelRunner
 from settings import SETTINGS
-from speculative import Drawing, Round, likelihood_ratio, pick_residual, verify, verify_block
+from speculative import (
+    Drawing,
+    Proposal,
+    Round,
+    likelihood_ratio,
+    pick_residual,
+    verify,
+    verify_block,
+)
 from testing.heads import random_head
 from testing.models import random_llama
 from testing.toys import (
@@ -40,16 +49,23 @@ from testing.toys import (
     new_tokens,
     play,
     several_tokens,
+    toy_cache,
     toy_runner,
 )
 
 needs_llguidance = pytest.mark.skipif(not find_spec("llguidance"), reason="needs llguidance")
 FEW = (0, 1, 2, -2, -1)  # of the kinds
 PLAIN = [kind._replace(gamma=0) for kind in KINDS[:3]]
+
+
+def shorter(kinds: list[Kind]) -> list[Kind]:
+    """In coupled mode each row of a round is a decision."""
+    return [kind._replace(gamma=min(kind.gamma, 1), max_tokens=3) for kind in kinds]
+
+
 WAYS = [  # the kinds of rows side by side, and how they are made
     (KINDS, dict(where="own")),
     (KINDS, dict(where="own", by_token=True)),
-    (KINDS, dict(where="n-grams")),
     (KINDS, dict(where="last token")),
     *(
         ([KINDS[i] for i in FEW], dict(draft=COPY, where=where, by_token=by_token))
@@ -57,14 +73,14 @@ WAYS = [  # the kinds of rows side by side, and how they are made
         for by_token in (False, True)
     ),
 ]
+WAYS += [
+    (shorter([KINDS[i] for i in FEW]), dict(where=where)) for where in ("n-grams", "ngram,own")
+]
 RULED_WAYS = [
     (RULED, dict(where="own")),
-    *(([RULED[i] for i in FEW], dict(where=where)) for where in ("contiguous", "paged", "n-grams")),
+    *(([RULED[i] for i in FEW], dict(where=where)) for where in ("contiguous", "paged")),
+    (shorter([RULED[i] for i in FEW]), dict(where="n-grams")),
 ]
-
-
-def shorter(kinds: list[Kind]) -> list[Kind]:
-    return [kind._replace(gamma=min(kind.gamma, 1), max_tokens=3) for kind in kinds]
 
 
 def check(kinds: list[Kind], target=TARGET, **how) -> None:
@@ -89,6 +105,76 @@ def test_outputs_of_several_tokens_a_step_follow_it(n):
 def test_coupled_outputs_follow_it():
     """The target picks, whatever is drafted."""
     check(shorter(KINDS[1:10:2]), coupled=True)
+
+
+def test_outputs_follow_it_with_as_many_look_ups_as_pay():
+    """At a fixed price. 0 drafts are a number, too."""
+    counts = set()
+
+    def make_runner(n: int, make_rng) -> ModelRunner:
+        runner = toy_runner(n, where="n-grams", make_rng=make_rng)
+
+        def choose(batch_size: int, chances: list[float]) -> int:
+            gains = speed_ups(chances, [1.3, 1.35, 1.4])
+            counts.add(gains.index(max(gains)))
+            return gains.index(max(gains))
+
+        runner.auto_gamma.choose = choose
+        return runner
+
+    kinds = [Kind((0, 1), None, 4, (2,)), Kind((2,), None, 4), Kind((1, 1, 0), None, 3)]
+    for kind, distribution in zip(kinds, distributions_of(kinds, make_runner), strict=True):
+        assert distance(distribution, kind.distribution()) < 1e-12
+    assert 0 in counts and len(counts) > 2
+
+
+class Stopping(ModelDrafter):
+    """Ends a row's drafts before draft j if rule(q, x, j), for its distributions and tokens."""
+
+    def __init__(self, rule, *others):
+        super().__init__(*others)
+        self.rule = rule
+
+    def propose(self, round: Round) -> Proposal:
+        proposal = super().propose(round)
+        for b, (q, x) in enumerate(zip(proposal.q, proposal.tokens.tolist())):
+            wanted = range(round.num_drafts[b])
+            count = next((j for j in wanted if self.rule(q, x, j)), len(wanted))
+            proposal.tokens[b, count:] = -1
+            q[count:] = 0
+            round.num_drafts[b] = count
+        return proposal
+
+
+STOPS = {  # a rule -> whether outputs follow the target's distribution
+    "before a draft, by the shape of its q": (lambda q, x, j: q[j].max() < 0.6, True),
+    "before a draft, by the drafts before it": (lambda q, x, j: j and x[j - 1] == 1, True),
+    "after a draft that q thought unlikely; it is verified": (
+        lambda q, x, j: j and q[j - 1, x[j - 1]] < 0.4,
+        True,
+    ),
+    "a drawn draft is dropped because q thought it unlikely": (
+        lambda q, x, j: q[j, x[j]] < 0.4,
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+@pytest.mark.parametrize("rule", STOPS)
+def test_the_number_of_drafts_may_follow_what_is_known_before_a_draw(rule, by_token):
+    stops, is_exact = STOPS[rule]
+
+    def make_runner(n: int, make_rng) -> ModelRunner:
+        drafter = Stopping(stops, DRAFT, toy_cache(n))
+        drawing = Drawing(3, make_rng=make_rng, by_token=by_token)
+        return ModelRunner(TARGET, toy_cache(n), drawing, drafter=drafter)
+
+    kinds = [Kind((2,), 2, 3)]
+    errors = []
+    for kind, distribution in zip(kinds, distributions_of(kinds, make_runner), strict=True):
+        errors.append(distance(distribution, kind.distribution()))
+    assert max(errors) < 1e-12 if is_exact else min(errors) > 1e-3
 
 
 def test_every_setting_has_a_kind():

@@ -1,16 +1,14 @@
-"""Drafters: n-gram look-up beside a slow search; a model's cache; the target's INT4 copy."""
+"""Drafters: a model's cache; the target's INT4 copy."""
 
 import itertools
 from contextlib import nullcontext
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from checkpoint.config import Config
-from drafters import ModelDrafter, NgramDrafter, SelfDrafter
+from drafters import ModelDrafter, SelfDrafter
 from generate import Engine
 from kernels import Ops
 from kvcache import CacheFull, KVCache, KVSpec
@@ -32,52 +30,6 @@ def toy_round(request: Request, num_drafts: int, V: int = 3) -> Round:
     return Round([request], [num_drafts], Drawing(V), target=Place(dtype=torch.float64))
 
 
-# ---- n-grams
-
-
-def slow_look_up(text: list[int], count: int, longest: int) -> list[int]:
-    """The longest suffix that occurred before, where it occurred last, and what followed it.
-
-    What is proposed counts as text.
-    """
-    for n in range(min(longest, len(text) - 1), 0, -1):
-        for end in range(len(text) - 1, n - 1, -1):
-            if text[end - n : end] == text[-n:]:
-                longer = list(text)
-                for j in range(count):
-                    longer.append(longer[end + j])
-                return longer[len(text) :]
-    return []
-
-
-@given(
-    st.lists(st.integers(0, 3), min_size=1, max_size=30),
-    st.integers(1, 4),
-    st.lists(
-        st.tuples(st.integers(0, 6), st.lists(st.integers(0, 3), min_size=1)),
-        max_size=4,
-    ),
-)
-def test_ngrams_are_those_of_a_slow_search_while_the_text_grows(text, longest, growth):
-    drafter = NgramDrafter(longest)
-    request = Request(text, Settings())
-    for count, new in [(3, [0]), *growth]:
-        expected = slow_look_up(request.tokens, count, longest)
-        assert drafter.look_up(request, count) == expected
-        assert drafter.most(request, count) == len(expected)
-        request.tokens += new
-
-
-def test_ngram_proposal_is_a_one_hot_distribution():
-    drafter = NgramDrafter()
-    requests = [Request([1, 2, 3, 1, 2], Settings(seed=1)), Request([4, 5], Settings(seed=2))]
-    assert [drafter.most(request, 5) for request in requests] == [5, 0]
-    drafted, q = drafter.propose(Round(requests, [2, 0], Drawing(6), target=Place()))
-    assert drafted.tolist() == [[3, 1], [-1, -1]]
-    assert q.sum(-1).tolist() == [[1, 1, 0], [0, 0, 0]]
-    assert q[0, 0, 3] == q[0, 1, 1] == 1
-
-
 # ---- In coupled mode nobody reads the distributions
 
 
@@ -90,13 +42,13 @@ def test_a_coupled_round_makes_no_distributions(B):
     llamas = [llama, Llama(Config(**SMALL | dict(vocab_size=V)), seed=3, ops=Ops()).pack_weights()]
     drafters = [ModelDrafter(llama, KVCache(llama.kv_spec(), 20, 2 * B)) for llama in llamas]
     texts = []
-    for drafter in (*drafters, NgramDrafter()):
+    for drafter in drafters:
         _, q, largest = proposed(drafter, False, B, V)
         assert q.shape == (B, 4, V) and largest >= q.numel()
         tokens, q, largest = proposed(drafter, True, B, V)
         assert q is None and largest < 2 * B * V
         texts.append(tokens)
-    assert texts[0] == texts[1] and texts[2] == [[4, 7, 30]] * B
+    assert texts[0] == texts[1]
 
 
 # ---- A model with a cache of its own

@@ -17,9 +17,9 @@ def read(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def test_there_are_a_dozen_and_the_tour_has_them():
+def test_there_are_thirteen_and_the_tour_has_them():
     tour = read(ROOT / "TOUR.md")
-    assert len(NAMED) == len(EXERCISES) == 12
+    assert len(NAMED) == len(EXERCISES) == 13
     assert all(f"`python exercise.py {name}`" in tour for name in NAMED)
 
 
@@ -62,7 +62,7 @@ def test_a_copy_has_the_code_the_models_and_no_answer(tmp_path):
     assert made.returncode == 0 and f"all {copy} --check" in made.stdout
     for exercise in EXERCISES:
         assert all(judge in made.stdout for judge in exercise.tests)
-    assert sum(read(copy / page).count(BLANK) for page in {e.page for e in EXERCISES}) == 12
+    assert sum(read(copy / page).count(BLANK) for page in {e.page for e in EXERCISES}) == 13
     there = {path.relative_to(copy) for path in copy.rglob("*")}
     assert {page.relative_to(ROOT) for page in PAGES} <= there
     assert Path("models/tiny/config.json") in there

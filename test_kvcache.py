@@ -218,6 +218,10 @@ def test_commit_keeps_the_text_without_its_last_token():
     cache.extend([(seq, [8])])
     cache.commit(seq, [5, 6, 7, 8, 9])
     assert cache.sequence(seq).tokens == [5, 6, 7, 8]
+    cache.truncate(seq, 1)  # and other tokens follow
+    cache.extend([(seq, [3, 0])])
+    cache.commit(seq, [5, 3, 4, 2])
+    assert cache.sequence(seq).tokens == [5, 3, 4]
 
 
 # ---- Bytes

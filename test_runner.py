@@ -12,13 +12,14 @@ from torch import Tensor
 
 import runner as runner_page
 from devices import live_graphs
-from drafters import ModelDrafter, NgramDrafter, SelfDrafter
+from drafters import ModelDrafter, SelfDrafter
 from errors import UserError
 from gamma import MEASURED, PLAIN, TRIAL
 from generate import Engine
 from kernels import Ops
 from kvcache import KVCache, KVSpec
 from loading import Model, load_draft
+from lookup import LookupDrafter
 from paged import PagedCache
 from parallel import Group
 from proof import Toy
@@ -111,7 +112,7 @@ def test_plans_change_nothing(drafts):
     script = [1] * 200
     runner = scripted_runner(script, script, draft_len=40, budget=10)
     if drafts == "ngram":
-        runner.drafter = NgramDrafter()
+        runner.drafter = LookupDrafter()
     if drafts == "self":
         runner.drafter = SelfDrafter(runner.drafter.model, runner.cache)
     request = Request([1] * 23, Settings(1.0, seed=3, max_tokens=60))
@@ -119,7 +120,8 @@ def test_plans_change_nothing(drafts):
     kinds = set()
     step = 0
     while not request.finish_reason:
-        runner.next_gamma = 0 if step < 16 else 3
+        pay = 0 if step < 16 else 3
+        runner.auto_gamma.choose = lambda batch_size, chances, pay=pay: min(pay, len(chances))
         runner.drafter.most(request, 9)  # the drafter meets the request, or its newest tokens
         runner.drafter.fits([ScheduledRequest(request, 0, 1, 1)])
         before = snapshot(runner, [request])
@@ -131,7 +133,7 @@ def test_plans_change_nothing(drafts):
         num_drafts = runner.drafter.most(request, 9)
         start = len(request.tokens) - 1
         runner.fits([ScheduledRequest(request, start, 1, num_drafts)])
-        runner.auto_gamma.choose(1)
+        runner.auto_gamma.choose(1, runner.drafter.chances(request))
         runner.num_pending(request)
         runner.report(request)
         assert snapshot(runner, [request]) == before
@@ -242,8 +244,8 @@ def test_draft_that_lags_catches_up_when_it_drafts():
     """That round is not timed. A γ that is fixed does not depend on what the draft has read."""
     runner = scripted_runner([1] * 90, [1] * 90, budget=10)
     request = Request([1] * 5, Settings(1.0, seed=3, max_tokens=60))
-    wanted = iter([0] * 29 + [2] * 40)  # for the second round, the third, ...
-    runner.auto_gamma.choose = lambda batch_size: next(wanted)
+    wanted = iter([0] * 30 + [2] * 40)
+    runner.auto_gamma.choose = lambda *_: next(wanted)
     timed = []
     runner.auto_gamma.observe = lambda num_drafts, *_: timed.append(num_drafts[0])
     play(runner, [request])
@@ -570,8 +572,8 @@ def test_gamma_follows_how_the_drafts_fare(is_good):
     runner = scripted_runner([1] * 200, [1 if is_good else 2] * 200)
     observe = runner.auto_gamma.observe
 
-    def on_this_clock(num_drafts, num_accepted, seconds):
-        observe(num_drafts, num_accepted, 1 + 0.05 * max(num_drafts))
+    def on_this_clock(num_drafts, seconds):
+        observe(num_drafts, 1 + 0.05 * max(num_drafts))
 
     runner.auto_gamma.observe = on_this_clock
     request = Request([1, 1], Settings(1.0, seed=3, max_tokens=180))

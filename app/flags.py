@@ -131,7 +131,8 @@ def add_model_flags(p: argparse._ArgumentGroup) -> None:
     p.add_argument(
         "--draft",
         help="a smaller model or an EAGLE-3 head, named as for --target, or tiny-draft or "
-        "tiny-eagle; ngram looks drafts up in the text so far; self is the target's INT4 copy",
+        "tiny-eagle; ngram looks drafts up in earlier text; self is the target's INT4 copy; "
+        "ngram,NAME looks up first",
     )
     add_settings(p)
     p.add_argument(

@@ -99,7 +99,7 @@ class Asked:
     streams: list[OutputStream]  # n of the first prompt, then n of the second, …
     tools: Tools | None
     tags: Thoughts | None  # of the thoughts before each answer
-    is_inside: bool  # the prompt has begun the thoughts
+    is_inside: bool  # the prompt has begun the thoughts, and not ended them
 
     @property
     def follows(self) -> Grammar | None:
@@ -131,12 +131,14 @@ def read_request(data: bytes, is_chat: bool, offer: Offer) -> Asked:
     check_whole("n", body.n, 1, MAX_CHOICES // len(prompts), f" ({len(prompts)} prompts)")
     settings = read_settings(body, offer)
     tags = offer.thoughts if is_chat else None
-    is_inside = tags is not None and tags.begin_in(end_of(prompts[0], offer))
+    end = end_of(prompts[0], offer)
+    is_inside = tags is not None and tags.begin_in(end)
     if tags is not None and body.reasoning_format == "none":
         raise bad(
             "reasoning_format", "reasoning_format is 'none': thoughts are always separate; use auto"
         )
-    settings = with_calls(settings, body, tools, tags, is_inside)
+    is_over = tags is not None and end.endswith(tags.closing)
+    settings = with_calls(settings, body, tools, None if is_over else tags, is_inside)
     if body.echo:
         settings = replace(settings, prompt_logprobs=settings.logprobs)
         check_echo(body.n * sum(map(len, prompts)), settings.logprobs)
@@ -221,8 +223,8 @@ def is_tokens(prompt: Any) -> bool:
 
 
 def end_of(prompt: list[int], offer: Offer) -> str:
-    """The last characters of a prompt, with its control tokens."""
-    return offer.model.tokenizer.decode(prompt[-20:], special=True)
+    """The last characters of a prompt, with its control tokens, up to white space."""
+    return offer.model.tokenizer.decode(prompt[-20:], special=True).rstrip()
 
 
 def check_characters(conversation: Sequence[Message], offer: Offer) -> None:
@@ -357,17 +359,18 @@ def with_calls(
     follows = settings.follows
     if tools is None and (tags is None or follows is None):
         return settings
-    lark = None
+    lark = part = None
     if follows is not None:
         try:
             check_bounds(follows)
-            lark = nested(lark_of(follows))
+            part = nested(lark_of(follows))
         except UserError as error:
             raise bad(next(iter(read_schemas(body)), "structured_outputs"), str(error)) from None
     if tools is not None:
-        lark = call_grammar(tools, lark)
-    if lark is not None and tags is not None:
-        lark = after_thoughts(tags, is_inside, nested(lark))
+        lark = call_grammar(tools, part)
+        part = lark and nested(lark)
+    if tags is not None and part is not None:
+        lark = after_thoughts(tags, is_inside, part)
     return replace(settings, schema=None, regex=None, choice=None, grammar=lark)
 
 

@@ -452,6 +452,9 @@ def run_server(arguments: Sequence[str] | None) -> int:
     listener = listen(args.host, args.port)  # early: loading takes long; clients wait
     settings = Settings(gamma=args.gamma)
     model, engine, limit = in_passing_thread(lambda: load_engine(args))
+    api_key = args.api_key or os.environ.get(KEY_VARIABLE) or None
+    # Without a common key, no client may find out what others ask (lookup.py).
+    model.history.is_shared = api_key is not None
     name = args.model_name or str(args.target)
     metrics = Metrics(name)
     batch = BatchServer(engine, args.max_batch + args.max_queue, metrics.observe)
@@ -459,7 +462,7 @@ def run_server(arguments: Sequence[str] | None) -> int:
         Offer(model, name, limit, settings=settings),
         batch,
         metrics,
-        api_key=args.api_key or os.environ.get(KEY_VARIABLE) or None,
+        api_key=api_key,
         is_local=is_loopback(args.host),
         origins=args.allow_origin,
     )

@@ -2,7 +2,7 @@
 
 `snapshot` looks at the batch, its cache and its speculation, and changes nothing. The thread that
 runs the batch calls it, between steps, at most ten times a second, and only while somebody looks.
-The page draws it, and its changes over time. Acceptance is the estimate that γ follows (gamma.py).
+The page draws it, and its changes over time. Acceptance is the drafter's average (gamma.py).
 
 Blocks are told as one letter each: `f` free, `c` cached (no text has it, a prompt that begins alike
 may), `s` shared by several texts, `t` of one text.
@@ -61,7 +61,7 @@ def snapshot(batcher: Batcher, num_tokens: int, texts: TextNumbers) -> Picture:
         "requests": rows,
         "cache": cache_state(runner.cache),
         "num_tokens": num_tokens,
-        "acceptance": runner.auto_gamma.alpha if runner.has_drafter else None,
+        "acceptance": runner.drafter.acceptance.alpha if runner.has_drafter else None,
     }
 
 

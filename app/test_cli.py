@@ -533,6 +533,7 @@ BAD_FLAGS = told(
     --target no-such-model → 'no-such-model' is neither
     --target /no/such/folder → neither a folder
     --draft ngrams → tiny-eagle, ngram, self
+    --draft ngram,tiny-daft → tiny-eagle, ngram, self
     --prompts x → --prompts FILE has the prompts
     --color → --color needs drafted
     --logprobs 2 → --logprobs is for JSON results

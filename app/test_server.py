@@ -654,7 +654,8 @@ def test_the_key_and_the_host_are_those_that_the_program_is_given(flag, variable
         return 0
 
     monkeypatch.setattr(server, "serve_until_signal", serve_once)
-    monkeypatch.setattr(server, "load_engine", lambda args: (tiny(), None, 300))
+    model = tiny()
+    monkeypatch.setattr(server, "load_engine", lambda args: (model, None, 300))
     monkeypatch.delenv("LLAMA_API_KEY", raising=False)
     if variable is not None:
         monkeypatch.setenv("LLAMA_API_KEY", variable)
@@ -666,6 +667,7 @@ def test_the_key_and_the_host_are_those_that_the_program_is_given(flag, variable
         assert made[-1].origins == pages
         assert made[-1].is_local == is_local
         assert made[-1].api_key == (flag or variable or None)
+        assert model.history.is_shared == bool(flag or variable)  # never between strangers
 
 
 # ---- Clients that go, wait, or come too many

@@ -127,7 +127,7 @@ def test_speculation_is_that_of_the_runner(model):
         engine.batcher.step()
     picture = snapshot(engine.batcher, 77, TextNumbers())
     assert picture["num_tokens"] == 77
-    assert 0 <= picture["acceptance"] == engine.runner.auto_gamma.alpha != 0.7
+    assert 0 <= picture["acceptance"] == engine.runner.drafter.acceptance.alpha != 0.7
     assert [row["drafts"] for row in picture["requests"]] == [2, 2, 2]
     plain = Engine(model, None, Options(max_len=100, max_batch=1), tokens=200).batcher
     assert snapshot(plain, 0, TextNumbers())["acceptance"] is None

@@ -16,10 +16,11 @@ from batcher import Batcher
 from checkpoint.formats import Quantization
 from conftest import examples
 from cpu import CPU, native
-from drafters import Drafter, ModelDrafter, NgramDrafter, SelfDrafter
+from drafters import Drafter, ModelDrafter, SelfDrafter
 from eagle import EagleDrafter
 from kernels import Ops
 from kvcache import Cache, KVCache
+from lookup import LookupDrafter
 from model import Llama
 from paged import PagedCache
 from quant import WIDTHS
@@ -111,7 +112,7 @@ def drafter_of(name: str, target: Llama, cache: Cache, make: Callable) -> Drafte
     if name == "eagle":
         head = random_head(target, dtype=target.dtype)
         return EagleDrafter(head.pack_weights(), cache)
-    return NgramDrafter() if name == "ngram" else None
+    return LookupDrafter() if name == "ngram" else None
 
 
 @st.composite

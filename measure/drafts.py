@@ -3,7 +3,9 @@
     python bench.py --target NAME --draft NAME --draft NAME … --prompts FILE
 
 Each prompt is told plainly, then with each draft and each γ, one text at a time, in turns: in
-float32, INT8 and INT4, at temperature 0 and 1. A draft has the target's bits, or --draft-bits.
+float32, INT8 and INT4, at temperature 0 and 1. A draft has the target's bits, or --draft-bits. The
+prompts of one kind ("kind" in their lines: chat, code, …) follow each other in one engine, as a
+server's requests do: so γ is learnt, and look-ups find what was answered before.
 
 Invariant: at temperature 0 all texts of a prompt are the plain one, but for what rounding moves:
 `same texts` counts them.
@@ -21,12 +23,15 @@ import torch
 
 from checkpoint.files import parse_json, read_bounded
 from errors import UserError
+from generate import Engine
 from loading import Draft, Model, load_draft
-from measure.serving import engine_for, serve
+from lookup import History
+from measure.serving import serve
 from measure.sizes import Sizes
 from measure.steps import WIDTHS, label
 from quant import Kind
 from request import Request, Settings
+from settings import Options
 from speculative import Proposal, Round
 
 Row = dict[str, Any]
@@ -37,15 +42,15 @@ MOST = 4  # positions of a round whose acceptance is told
 class Told:
     """A text, and what it cost."""
 
-    def __init__(self, model: Model, draft: Draft | None, prompt: str, settings: Settings):
+    def __init__(self, model: Model, engine: Engine, prompt: str, settings: Settings):
         self.request = Request(model.encode(prompt), settings, model.eos_token_ids)
-        engine = engine_for(model, draft, [self.request])
         self.drafter = engine.batcher.runner.drafter
         self.propose = self.drafter.propose
         self.drafter.propose = self.timed_propose
         self.draft_seconds = 0.0
         self.num_drafts = 0
         served = serve(engine, [self.request])
+        self.drafter.propose = self.propose
         self.tokens = served.texts[0]
         self.seconds_per_token = served.seconds_per_token if served.gaps else None
         self.rounds = self.request.rounds[1:]  # the first reads the prompt
@@ -58,12 +63,12 @@ class Told:
         return proposal
 
 
-def prompts_of(file: Path) -> list[str]:
-    """The prompts of JSON lines {"prompt": "…"}. (Settings are not supported: all runs have the
-    same.)"""
+def prompts_of(file: Path) -> dict[str, list[str]]:
+    """The prompts of JSON lines {"prompt": "…", "kind": "…"}, by their kind; "" is that of lines
+    without one. (Settings are not supported: all runs have the same.)"""
     if not file.exists():
         raise UserError(f'--prompts {file} is missing: name a file of lines {{"prompt": "…"}}')
-    prompts = []
+    prompts: dict[str, list[str]] = {}
     for number, line in enumerate(read_bounded(file).split("\n"), 1):
         if not line.strip():
             continue
@@ -72,11 +77,14 @@ def prompts_of(file: Path) -> list[str]:
         except (ValueError, RecursionError):
             fields = None
         match fields:
+            case {"prompt": str(prompt), "kind": str(kind), **others} if not others:
+                prompts.setdefault(kind, []).append(prompt)
             case {"prompt": str(prompt), **others} if not others:
-                prompts.append(prompt)
+                prompts.setdefault("", []).append(prompt)
             case _:
                 raise UserError(
-                    f'{file}, line {number}: it must be {{"prompt": "…"}}, and nothing else'
+                    f'{file}, line {number}: it must be {{"prompt": "…"}}, perhaps with a "kind", '
+                    "and nothing else"
                 )
     if not prompts:
         raise UserError(f"{file} has no prompts: name another file")
@@ -91,26 +99,39 @@ def drafts(
     draft_bits: Kind | None = None,
 ) -> dict[str, Row]:
     """A row for each width, draft, temperature and γ (None: auto)."""
-    prompts = prompts_of(file) if file else sizes.openings
+    prompts = prompts_of(file) if file else {"": list(sizes.openings)}
     asked = "" if draft_bits is None else f", --draft-bits {draft_bits}"
     runs: dict[Key, list[tuple[Told, Told]]] = {}
     for width, bits in WIDTHS.items():
         model = Model.load(target, "cpu", torch.float32, bits)
         loaded = {name: load_draft(name, model, bits=draft_bits) for name in names}
-        for temperature, (seed, prompt) in product((0.0, 1.0), enumerate(prompts)):
-            settings = partial(Settings, temperature, seed=seed, max_tokens=sizes.num_tokens)
-            plain = Told(model, None, prompt, settings=settings(gamma=0))
-            for (name, draft), gamma in product(loaded.items(), (*sizes.gammas, None)):
-                told = Told(model, draft, prompt, settings=settings(gamma=gamma))
-                if plain.seconds_per_token and told.seconds_per_token:  # more than one token
-                    key = f"{label(target)}, {width}", label(name) + asked, temperature, gamma
-                    runs.setdefault(key, []).append((plain, told))
+        for temperature, (kind, of_kind) in product((0.0, 1.0), prompts.items()):
+            where = ", ".join(filter(None, (label(target), width, kind)))
+            longest = max(len(model.encode(prompt)) for prompt in of_kind) + sizes.num_tokens
+            plain_engine = engine_of(model, None, longest)
+            engines = {}
+            for key in product(loaded, (*sizes.gammas, None)):
+                engines[key] = engine_of(model, loaded[key[0]], longest)
+            for seed, prompt in enumerate(of_kind):
+                settings = partial(Settings, temperature, seed=seed, max_tokens=sizes.num_tokens)
+                plain = Told(model, plain_engine, prompt, settings=settings(gamma=0))
+                for (name, gamma), engine in engines.items():
+                    told = Told(model, engine, prompt, settings=settings(gamma=gamma))
+                    if plain.seconds_per_token and told.seconds_per_token:  # more than one token
+                        key = where, label(name) + asked, temperature, gamma
+                        runs.setdefault(key, []).append((plain, told))
     rows = {}
     for (model_name, draft_name, temperature, gamma), texts in runs.items():
         row = {"target": model_name, "draft": draft_name, "temperature": temperature}
         name = f"{model_name}, {draft_name}, T {temperature:.0f}, {gamma}"
         rows[name] = row | row_of(gamma, temperature, texts)
     return rows
+
+
+def engine_of(model: Model, draft: Draft | None, longest: int) -> Engine:
+    """An engine for one text at a time, with a history of its own."""
+    model.history = History()
+    return Engine(model, draft, Options(max_len=longest, max_batch=1), tokens=longest)
 
 
 def of_tiny(sizes: Sizes) -> dict[str, Row]:

@@ -43,18 +43,18 @@ def test_figures_of_known_rounds():
 
 def test_every_draft_is_measured_at_both_temperatures_in_all_widths(tmp_path):
     file = tmp_path / "prompts.jsonl"
-    file.write_text(json.dumps({"prompt": "Once upon a time"}) + "\n")
+    file.write_text(json.dumps({"prompt": "Once upon a time", "kind": "story"}) + "\n")
     sizes = Sizes(gammas=(2,), num_tokens=8)
     rows = drafts.drafts(sizes, "tiny", ["tiny-eagle", "ngram"], file)
     assert len(rows) == 3 * 2 * 2 * 2
-    row = rows["tiny, float32, tiny-eagle, T 0, 2"]
+    row = rows["tiny, float32, story, tiny-eagle, T 0, 2"]
     assert row["same_texts"] == row["texts"] == 1
     assert row["tokens_per_round"] > 1 and row["speed_up"] > 0 and row["draft_cost"] > 0
     with mock.patch.object(drafts, "load_draft", wraps=drafts.load_draft) as load:
         names = drafts.drafts(sizes, "tiny", ["tiny-eagle"], file, 4)
     assert [call.kwargs for call in load.call_args_list] == [{"bits": 4}] * 3
     assert len(names) == 12 and all(", tiny-eagle, --draft-bits 4, T " in name for name in names)
-    for line in ('{"prompt": "b", "seed": 1}', '{"prompt": 1}', "{"):
+    for line in ('{"prompt": "b", "seed": 1}', '{"prompt": "b", "kind": 1}', '{"prompt": 1}', "{"):
         file.write_text('{"prompt": "a"}\n' + line)
         with pytest.raises(UserError, match="line 2"):
             drafts.prompts_of(file)
@@ -72,4 +72,4 @@ def test_only_a_newline_ends_a_line_of_prompts(tmp_path):
     prompts = ["a\u2028b", "c\x85"]
     lines = [json.dumps({"prompt": prompt}, ensure_ascii=False) for prompt in prompts]
     file.write_text("\r\n\n".join(lines) + "\n", encoding="utf-8")
-    assert drafts.prompts_of(file) == prompts
+    assert drafts.prompts_of(file) == {"": prompts}

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from automaton import Grammars
-from drafters import Drafter, ModelDrafter, NgramDrafter, SelfDrafter
+from drafters import Drafter, ModelDrafter, SelfDrafter
 from kernels import Ops
 from kvcache import KVCache, KVSpec
+from loading import LOOK_UP
+from lookup import FirstLookUp, History, LookupDrafter
 from model import Llama
 from paged import PagedCache
 from proof import Distribution, Toy, Walk, WalkingRng, enumerate_distribution
@@ -26,7 +28,7 @@ from speculative import Drawing, Proposal, Round
 
 
 class Cipher(Toy):
-    """A toy that stores every token as another one: from its cache other toys read another text.
+    """A toy that histories every token as another one: from its cache other toys read another text.
     As a drafter in the target's cache, it leaves the distribution right only if the target
     overwrites what it stored."""
 
@@ -45,7 +47,7 @@ class Place(NamedTuple):
 CPU = torch.device("cpu")
 TARGET = Toy(seed=1)
 DRAFT = Toy(seed=2)
-COPY = Cipher(seed=2)  # what it stores, no other toy can read
+COPY = Cipher(seed=2)  # what it histories, no other toy can read
 
 
 class Kind(NamedTuple):
@@ -104,7 +106,18 @@ class LastToken(Drafter):
         return proposal
 
 
-WITHOUT_WEIGHTS = {"n-grams": NgramDrafter, "last token": LastToken, "nothing": lambda: None}
+class Apart(LookupDrafter):
+    """Each request has a history for itself, with a foreign text. The branches of a walk are
+    requests of one batch, and a script must meet the same drafts whenever it is run."""
+
+    def history_of(self, request: Request) -> History:
+        if request not in self.histories:
+            self.histories[request] = History()
+            self.histories[request].update([0, 1, 0, 0, 1, 2, 1, 1, 0, 2])
+        return self.histories[request]
+
+
+WITHOUT_WEIGHTS = {"n-grams": Apart, "last token": LastToken, "nothing": lambda: None}
 
 
 def toy_runner(
@@ -118,7 +131,9 @@ def toy_runner(
     **options,
 ) -> ModelRunner:
     """where: the draft's keys and values: its own cache, or the target's, contiguous or paged; or
-    what drafts without any."""
+    what drafts without any; after "ngram," only where nothing likelier is looked up."""
+    looks_up_first = where.startswith(LOOK_UP)
+    where = where.removeprefix(LOOK_UP)
     cache = toy_cache(n, where == "paged")
     if where in WITHOUT_WEIGHTS:
         drafter = WITHOUT_WEIGHTS[where]()
@@ -126,6 +141,9 @@ def toy_runner(
         drafter = ModelDrafter(draft, toy_cache(n))
     else:
         drafter = SelfDrafter(draft, cache)
+    if looks_up_first:
+        drafter = FirstLookUp(Apart(), drafter)
+        drafter.observe = lambda request: None  # who drafts follows nothing that others draw
     drawing = Drawing(target.V, coupled, make_rng, by_token=by_token)
     return ModelRunner(target, cache, drawing, drafter=drafter, **options)
 

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from automaton import Grammars
 from batcher import Batcher
-from drafters import Drafter, ModelDrafter, NgramDrafter, SelfDrafter
+from drafters import Drafter, ModelDrafter, SelfDrafter
 from eagle import EagleDrafter
 from kvcache import Cache, KVCache, KVSpec
+from lookup import FirstLookUp, LookupDrafter
 from model import Llama
 from quant import Bits
 from request import Request
@@ -42,7 +43,7 @@ RULES = (
 
 def spec_of(llama: Llama, drafter: str, bits: Bits) -> KVSpec:
     """An EAGLE head has a layer in its target's cache."""
-    return llama.kv_spec(bits=bits, draft_layers=int(drafter == "eagle" and llama is LLAMA))
+    return llama.kv_spec(bits=bits, draft_layers=int("eagle" in drafter and llama is LLAMA))
 
 
 def drafter_of(name: str, cache: Cache, make_cache: Callable[[Llama], Cache]) -> Drafter | None:
@@ -53,7 +54,10 @@ def drafter_of(name: str, cache: Cache, make_cache: Callable[[Llama], Cache]) ->
         return EagleDrafter(HEAD, cache)
     if name == "self":
         return SelfDrafter(ROUNDED, cache)
-    return NgramDrafter() if name == "ngram" else None
+    if name.startswith("ngram,"):
+        other = drafter_of(name.removeprefix("ngram,"), cache, make_cache)
+        return FirstLookUp(LookupDrafter(), other)
+    return LookupDrafter() if name == "ngram" else None
 
 
 def random_tokens(count: int, seed: int = 0) -> list[int]:

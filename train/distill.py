@@ -167,7 +167,7 @@ class Training(Run):
         recipe = self.recipe
         device = self.student.device
         tokens = crops[:, :-1].flatten()  # [T]
-        metadata = AttentionMetadata.without_cache(recipe.batch, recipe.length).to(device)
+        metadata = AttentionMetadata.without_cache(recipe.batch, recipe.length, device)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             q_logits = self.student(tokens, metadata)  # [T, V]
             with torch.no_grad():
