@@ -200,7 +200,8 @@ class ModelRunner:
         pending = ScheduledRequest(request, start, num_pending)
         num_drafts = self._num_drafts(request, left=budget - self.work(pending))
         whole_round = pending._replace(num_drafts=num_drafts)
-        # A drafter in the target's cache needs the keys and values of all but the last token.
+        # A drafter that shares the target's cache needs the keys and values of all tokens but the
+        # last.
         can_draft = num_pending == 1 or not self.drafter.shares_target_cache
         if self.work(whole_round) <= budget and (can_draft or num_drafts == 0):
             return whole_round
@@ -242,8 +243,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def step(self, scheduled: Sequence[ScheduledRequest]) -> dict[Request, list[int]]:
-        """Run the plans -> the new tokens of each request that had a round. If the step fails, or
-        is interrupted, its requests are closed."""
+        """Run a step -> the new tokens of each request that had a round. If the step fails or is
+        interrupted, its requests are closed."""
         scheduled = with_rows(scheduled)
         try:
             with self._timed(scheduled):
@@ -274,7 +275,8 @@ class ModelRunner:
 
     @contextmanager
     def _timed(self, scheduled: Sequence[ScheduledRequest]) -> Iterator[None]:
-        """Choose γ of the next step, from the time of the step in this block and its drafts."""
+        """Choose γ for the next step, from the drafts and the time of the step that runs in this
+        block."""
         rounds = [item for item in scheduled if item.samples]
         if not rounds or not self.has_drafter:
             yield
@@ -284,9 +286,9 @@ class ModelRunner:
         start = time.perf_counter()
         yield
         seconds = time.perf_counter() - start  # the step has waited for the device
-        if len(live_graphs) > num_graphs:  # it recorded what later ones replay
+        if len(live_graphs) > num_graphs:  # it recorded graphs that later steps replay
             is_typical = False
-        # All processes must choose the same.
+        # All processes must choose the same γ.
         nanoseconds, is_typical = self.target.group.agree([int(1e9 * seconds), is_typical])
         if is_typical:
             self.auto_gamma.observe([item.num_drafts for item in rounds], 1e-9 * nanoseconds)
