@@ -255,13 +255,14 @@ def model_draft(draft: Model, model: Model) -> Draft:
     difference = model.tokenizer.difference(draft.tokenizer)
     if difference:
         raise UserError(
-            f"the draft's vocabulary is not the target's: {difference}; take its family, or ngram"
+            f"the draft's vocabulary is not the target's: {difference}; use a draft of the same "
+            "model family, or ngram"
         )
     llama = draft.llama
     device = model.llama.device
     if llama.device != device:
         raise UserError(
-            f"the draft is on {llama.device}, and the target on {device}: load both on one"
+            f"the draft is on {llama.device}, and the target is on {device}: load both on one"
         )
     return Draft(lambda cache: ModelDrafter(llama, cache), (llama,), has_own_cache=True)
 
