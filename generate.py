@@ -152,7 +152,7 @@ class Engine:
         self, model: Model, draft: Draft | None, options: Options, tokens: int | None = None
     ):
         self.max_len = model.max_total_tokens(options)
-        self.caches: list[Cache] = []  # the target's, and the draft's, if it has one of its own
+        self.caches: list[Cache] = []  # the target's, and the draft's own if it has one
         self.runner: ModelRunner | None = None
         if options.use_cache:
             self._start(model, draft or NO_DRAFT, options, tokens)
@@ -236,7 +236,7 @@ class Engine:
 def make_caches(
     target: Llama, draft: Draft, options: Options, max_len: int, tokens: int | None
 ) -> list[Cache]:
-    """The target's cache, and the draft's own, if it has one."""
+    """The target's cache, and the draft's own cache if it has one."""
     bits = widths(options.kv_bits)
     specs = [target.kv_spec(bits, draft.draft_layers)]
     limits = [max_len]

@@ -218,7 +218,7 @@ def ngram_draft(model: Model) -> Draft:
 
 
 def look_up_first(model: Model, draft: Draft) -> Draft:
-    """`--draft ngram,NAME`: look back, and let this draft where nothing likelier is found."""
+    """`--draft ngram,NAME`: look up first, and let NAME draft if its drafts are more likely."""
 
     def make(cache: Cache) -> Drafter:
         return FirstLookUp(LookupDrafter(model.history), draft.make(cache))
@@ -255,14 +255,14 @@ def model_draft(draft: Model, model: Model) -> Draft:
     difference = model.tokenizer.difference(draft.tokenizer)
     if difference:
         raise UserError(
-            f"the draft's vocabulary is not the target's: {difference}; choose a draft of the "
-            "target's family, or ngram"
+            f"the draft's vocabulary is not the target's: {difference}; use a draft of the same "
+            "model family, or ngram"
         )
     llama = draft.llama
     device = model.llama.device
     if llama.device != device:
         raise UserError(
-            f"the draft is on {llama.device}, and the target on {device}: load both on one"
+            f"the draft is on {llama.device}, and the target is on {device}: load both on one"
         )
     return Draft(lambda cache: ModelDrafter(llama, cache), (llama,), has_own_cache=True)
 
@@ -272,24 +272,24 @@ LOOK_UP = "ngram,"  # and the name of another draft
 
 
 def looks_up_first(draft: DraftName) -> bool:
-    """Whether this names a draft that steps in where a look-up finds nothing likelier."""
+    """Whether this names a draft to combine with look-ups."""
     return isinstance(draft, str) and draft.startswith(LOOK_UP)
 
 
 def names_model(draft: DraftName) -> bool:
-    """Whether this is the name of a model that drafts, not loaded yet."""
+    """Whether this is the name of a draft model that is still to be loaded."""
     is_kind = isinstance(draft, str) and draft in DRAFTS
     return not is_kind and not isinstance(draft, Model | Draft | None)
 
 
 def check_draft(draft: DraftName, bits: Kind | None) -> None:
     """UserError or FileNotFoundError if a draft's name or bits are wrong, before any weights are
-    loaded. bits: as of `load_draft`."""
+    loaded. bits: as for `load_draft`."""
     if looks_up_first(draft):
         check_draft(draft.removeprefix(LOOK_UP), bits)
     elif names_model(draft):
         draft_config(find_model(draft, DRAFTS), bits)
-    elif bits is not None and (draft, bits) != ("self", 4):  # it has 4 bits anyway
+    elif bits is not None and (draft, bits) != ("self", 4):  # self always has 4 bits
         raise UserError(
             f"draft_bits is {bits}, and there is no draft to round: self is always INT4, ngram "
             "has no weights, and a loaded draft is not changed; leave draft_bits out"

@@ -245,8 +245,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def step(self, scheduled: Sequence[ScheduledRequest]) -> dict[Request, list[int]]:
-        """Run the plans -> the new tokens of each request that had a round. If the step fails, or
-        is interrupted, its requests are closed."""
+        """Run a step -> the new tokens of each request that had a round. If the step fails or is
+        interrupted, its requests are closed."""
         scheduled = with_rows(scheduled)
         try:
             with self._timed(scheduled):
@@ -278,7 +278,8 @@ class ModelRunner:
 
     @contextmanager
     def _timed(self, scheduled: Sequence[ScheduledRequest]) -> Iterator[None]:
-        """Choose γ of the next step, from the time of the step in this block and its drafts."""
+        """Choose γ for the next step, from the drafts and the time of the step that runs in this
+        block."""
         rounds = [item for item in scheduled if item.samples]
         if not rounds or not self.has_drafter:
             yield
@@ -290,7 +291,7 @@ class ModelRunner:
         seconds = time.perf_counter() - start  # the step has waited for the device
         if len(live_graphs) > num_graphs:  # it was slow: it recorded a CUDA graph
             is_typical = False
-        # All processes must choose the same.
+        # All processes must choose the same γ.
         nanoseconds, is_typical = self.target.group.agree([int(1e9 * seconds), is_typical])
         if is_typical:
             self.auto_gamma.observe([item.num_drafts for item in rounds], 1e-9 * nanoseconds)
@@ -468,5 +469,5 @@ class ModelRunner:
         if self.target.group.agree(state.has_failed):
             request.error = (
                 "its grammar allows no token of this model here, or takes too much work for a "
-                "mask: simplify the grammar"
+                "mask: simplify it"
             )

@@ -427,7 +427,7 @@ def test_a_draft_with_fewer_rows_than_its_target_is_refused(base, tmp_path):
 
 def test_a_draft_on_another_device_is_refused(model):
     elsewhere = Model(Llama(model.llama.config, "meta", seed=None), model.tokenizer)
-    with pytest.raises(UserError, match="the draft is on meta, and the target on cpu"):
+    with pytest.raises(UserError, match="the draft is on meta, and the target is on cpu"):
         generate(PROMPT, model, draft=elsewhere)
 
 
@@ -614,10 +614,10 @@ def test_what_does_not_go_together_is_refused_before_memory_is_asked_for(model):
         (dict(max_len=50.5), "max_len is 50.5: it must be a whole number"),
         (dict(kv_memory=True), "kv_memory is True: it must be a share of free memory, or bytes"),
         (dict(kv_bits=5), "kv_bits is 5"),
-        (dict(kv_memory=float("inf")), "is inf bytes, and"),
-        (dict(kv_memory=1e308), r"1e\+308 bytes, and .* are free"),
+        (dict(kv_memory=float("inf")), "need inf bytes of memory, and"),
+        (dict(kv_memory=1e308), r"1e\+308 bytes of memory, and .* are free"),
         (dict(kv_memory=float("nan")), "kv_memory is nan: it must be a share of"),
-        (dict(kv="contiguous", max_batch=10**12), "for keys and values is .* smaller --max-batch"),
+        (dict(kv="contiguous", max_batch=10**12), "keys and values need .* smaller --max-batch"),
     ):
         with pytest.raises(UserError, match=says):
             Engine(model, None, Options(**dict(max_len=50, max_batch=1) | wrong), tokens=100)
@@ -625,7 +625,7 @@ def test_what_does_not_go_together_is_refused_before_memory_is_asked_for(model):
 
 def test_what_is_for_loading_is_refused_where_the_target_is_loaded(model):
     for name, value in dict(device="cpu", dtype=torch.float64, bits=8).items():
-        with pytest.raises(UserError, match="the target is loaded already"):
+        with pytest.raises(UserError, match="the target is already loaded"):
             page.generate("a", model, **{name: value})
 
 
@@ -703,7 +703,7 @@ def test_a_model_may_lack_tokens_beside_those_of_texts(tmp_path):
     message = dict(role="user", content="<|im_end|>")
     result = generate(messages=[message], target=model, max_tokens=40, temperature=9.0)
     assert max(result.tokens) < 258 == model.tokenizer.vocab_size
-    with pytest.raises(UserError, match="prompt has token 258, and the model has 258"):
+    with pytest.raises(UserError, match="prompt has token 258, and the model has tokens 0 to 257"):
         generate(messages=[message, message], target=model)
 
 

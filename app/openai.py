@@ -313,7 +313,7 @@ def read_settings(body: ChatBody | TextBody, offer: Offer) -> Settings:
     if len(stops) > MAX_STOPS or sum(map(len, map(str, stops))) > MAX_STOP_CHARACTERS:
         raise bad(
             "stop",
-            f"stop may be at most {MAX_STOPS} texts, {MAX_STOP_CHARACTERS} characters together",
+            f"stop may be at most {MAX_STOPS} texts, of {MAX_STOP_CHARACTERS} characters together",
         )
     chosen["stop"] = body.stop
     chosen["max_tokens"] = offer.limit if body.is_chat else DEFAULT_MAX_TOKENS
