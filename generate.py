@@ -47,7 +47,7 @@ from paged import PagedCache, paged_caches
 from quant import Kind, widths
 from request import Message, OutputStream, Request, Result, RoundStats, Settings
 from runner import ModelRunner
-from sampling import Keyed, check_finite, probabilities
+from sampling import Keyed, check_finite, penalize, probabilities
 from settings import Options, refuse_value
 from speculative import Drawing
 
@@ -69,7 +69,9 @@ def plain_loop(model: Model, request: Request, use_cache: bool = True) -> Iterat
         metadata = cache.extend([(seq, new)]) if use_cache else None
         logits = llama(send(new, llama.device), metadata, slice(-1, None))  # [1, V]
         known = logits[:, : model.tokenizer.vocab_size]  # some models have more rows: padding
-        probs = probabilities(check_finite(known), *filters)
+        text = tokens, request.num_prompt_tokens, request.eos_token_ids
+        known = penalize(check_finite(known), *text, **settings.penalties)
+        probs = probabilities(known, *filters)
         # The random numbers of this seed and position (sampling.py).
         rng = Keyed(send([settings.seed], llama.device), send([len(tokens)], llama.device))
         (token,) = rng.pick(probs).tolist()

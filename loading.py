@@ -33,7 +33,7 @@ from kvcache import Cache
 from model import Llama
 from quant import Kind, widths
 from request import Message, Request, Settings
-from settings import SETTINGS, Options, check_known
+from settings import PENALTIES, SETTINGS, Options, check_known, refuse_value
 from tokenizer import Tokenizer
 
 # ---- Models --------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ class Model:
         """Replace settings of None by those of generation_config.json, and draw a seed if there is
         none."""
         asked = {}
-        for name in SETTINGS:
+        for name in SETTINGS | PENALTIES:
             value = getattr(settings, name)
             if value is not None:
                 asked[name] = value
@@ -176,6 +176,10 @@ class Model:
                 "it, or raise --max-len (up to the model's limit, and memory must hold it)"
             )
         check_known(tokens, self.tokenizer.vocab_size)  # the tokenizer may have more than the model
+        biased = max(settings.logit_bias or (0,))
+        if biased >= self.tokenizer.vocab_size:
+            words = f"tokens from 0 to {self.tokenizer.vocab_size - 1}"
+            refuse_value("logit_bias", settings.logit_bias, f"about {words}")
         max_tokens = min(settings.max_tokens, limit - len(tokens))
         settings = replace(self.complete(settings), max_tokens=max_tokens)
         return Request(tokens, settings, self.eos_token_ids, is_reply=is_reply)

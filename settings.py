@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any, NamedTuple, NoReturn
 
 from errors import UserError, brief, check_names
@@ -115,6 +116,21 @@ def top_share(name: str, value: Any) -> float:
     return max(within(0, 1, words)(name, value), LEAST_TOP_P)
 
 
+def biases(name: str, value: Any) -> dict[int, float]:
+    """A bias for each of some tokens, as a dictionary, or in JSON, where a token is a text -> the
+    dictionary."""
+    try:
+        given = json.loads(value) if isinstance(value, str) else value
+        of_tokens = {int(str(token)): bias for token, bias in dict(given).items()}
+    except (TypeError, ValueError, RecursionError):
+        of_tokens = {-1: 0.0}
+    if min(of_tokens, default=0) < 0:
+        refuse_value(name, value, 'numbers by tokens, such as {"262": -5}')
+    for bias in of_tokens.values():
+        within(-100, 100, "from -100 to 100 for each token")(name, bias)
+    return of_tokens
+
+
 def num_drafts(name: str, value: Any) -> int | None:
     """None means auto: gamma.py chooses."""
     if value == "auto":
@@ -127,7 +143,8 @@ def num_drafts(name: str, value: Any) -> int | None:
 
 def checked(default: Any, rule: Rule, help: str, **more: Any) -> Any:
     """A field. A default of None means unset, and is not checked. help: the help of its flag. more:
-    a sampling setting has neutral, the value that changes nothing."""
+    a sampling setting has neutral, the value that changes nothing. is_penalty: it is one of
+    `sampling.penalize`, otherwise of `sampling.probabilities`."""
     return field(default=default, metadata=dict(rule=rule, help=help, **more))
 
 
@@ -173,6 +190,41 @@ class Settings(Checked):
         within(0, 1, "between 0 (keeps all) and 1"),
         "keep this share of the largest",
         neutral=0.0,
+    )
+    repetition_penalty: float | None = checked(
+        None,
+        within(0.01, 100, "from 0.01 to 100"),
+        "above 1: make all tokens of prompt and output less likely",
+        neutral=1.0,
+        is_penalty=True,
+    )
+    presence_penalty: float | None = checked(
+        None,
+        within(-100, 100, "from -100 to 100"),
+        "subtract this from the logit of a token that the output has",
+        neutral=0.0,
+        is_penalty=True,
+    )
+    frequency_penalty: float | None = checked(
+        None,
+        within(-100, 100, "from -100 to 100"),
+        "subtract this as many times as the output has the token",
+        neutral=0.0,
+        is_penalty=True,
+    )
+    logit_bias: dict[int, float] | None = checked(
+        None,
+        biases,
+        'add to the logits of tokens: {"262": -5}; -100 forbids one, 100 forces it',
+        neutral={},
+        is_penalty=True,
+    )
+    min_tokens: int | None = checked(
+        None,
+        within(0, math.inf, "of at least 0", int),
+        "no end-of-text before so many new tokens",
+        neutral=0,
+        is_penalty=True,
     )
     seed: int | None = checked(
         None,
@@ -228,10 +280,30 @@ class Settings(Checked):
             raise UserError(f"{given} are given: a text follows one of them")
         for grammar in grammars:
             grammar.check_size()
+        min_tokens = self.min_tokens or 0
+        if grammars and min_tokens:
+            raise UserError(
+                f"min_tokens and {grammars[0].notation} are given: a grammar says where its text "
+                "ends; leave one out"
+            )
+        if min_tokens > self.max_tokens:
+            raise UserError(
+                f"min_tokens is {min_tokens}: it must be at most max_tokens, here {self.max_tokens}"
+            )
 
     def grammars(self) -> list[Grammar]:
         texts = [(notation, getattr(self, notation)) for notation in NOTATIONS]
         return [Grammar(notation, text) for notation, text in texts if text is not None]
+
+    @cached_property
+    def penalties(self) -> dict[str, Any]:
+        """The settings of `sampling.penalize` that change something."""
+        chosen = {name: getattr(self, name) for name in PENALTIES}
+        return {
+            name: value
+            for name, value in chosen.items()
+            if value is not None and value != PENALTIES[name]
+        }
 
     @property
     def follows(self) -> Grammar | None:
@@ -294,10 +366,17 @@ class Options(Checked):
             )
 
 
-# Each sampling setting -> the value that changes nothing. None changes nothing, either.
-SETTINGS: dict[str, float] = {
-    each.name: each.metadata["neutral"] for each in fields(Settings) if "neutral" in each.metadata
-}
+def sampling_settings(is_penalty: bool) -> dict[str, Any]:
+    """Each of them -> the value that changes nothing. None changes nothing, either."""
+    return {
+        each.name: each.metadata["neutral"]
+        for each in fields(Settings)
+        if "neutral" in each.metadata and ("is_penalty" in each.metadata) == is_penalty
+    }
+
+
+SETTINGS: dict[str, float] = sampling_settings(is_penalty=False)  # of `sampling.probabilities`
+PENALTIES = sampling_settings(is_penalty=True)  # of `sampling.penalize`
 
 
 def settings_of(given: Mapping[str, Any], defaults: Settings) -> Settings:

@@ -141,8 +141,8 @@ def test_standard_input_and_the_chat_template(instruct, capsys, monkeypatch):
 
 
 def test_unsupported_settings_of_the_model_are_noted(tmp_path, capsys):
-    folder = write_model(tmp_path, generation={"repetition_penalty": 1.2, "num_beams": 1})
-    with pytest.warns(UserWarning, match="asks for repetition_penalty 1.2, which is not") as notes:
+    folder = write_model(tmp_path, generation={"length_penalty": 1.2, "num_beams": 1})
+    with pytest.warns(UserWarning, match="asks for length_penalty 1.2, which is not") as notes:
         run(capsys, PROMPT, "--target", folder, "--max-tokens", "1")
         generate(PROMPT, folder, max_tokens=1)
     told = [note for note in notes if "generation_config" in str(note.message)]
