@@ -47,9 +47,9 @@ LIMITS = {"max_items_in_row": 5000, "step_max_items": 10_000, "step_lexer_fuel":
 STACK = 2**27  # bytes, because llguidance recurses once for each rule of a grammar
 # Without this, where the next bytes are certain, a mask allows only the tokenizer's own spelling.
 HEADER = '%llguidance {"no_forcing": true}\n'
-FORMATS = (  # the formats of strings that llguidance follows; only validators know others
-    "date-time time date duration email hostname ipv4 ipv6 uuid uri unknown"
-).split()
+# The formats of strings in a schema that llguidance follows. It refuses others, so they are left
+# out: JSON Schema leaves formats to validators.
+FORMATS = "date-time time date duration email hostname ipv4 ipv6 uuid uri unknown".split()
 # If white space were free, a small model might write nothing else.
 JSON_OPTIONS = {"x-guidance": {"whitespace_flexible": False}}
 
@@ -92,8 +92,8 @@ class Grammars:
         self.is_slow = False  # whether the last masks took longer than grammar.SLOW_STEP
 
     def compile(self, grammar: Grammar) -> LLMatcher:
-        """The automaton before the first token, with its mask. UserError if no text follows the
-        grammar, if it cannot be read, or if it is too large."""
+        """The automaton before the first token, with its mask computed. UserError if none follows
+        the grammar, if it cannot be read, or if it is too large."""
         return self.submit(grammar).result()
 
     def submit(self, grammar: Grammar) -> Future[LLMatcher]:
@@ -101,14 +101,16 @@ class Grammars:
         return run_in_thread(partial(self._remembered, grammar))
 
     def forget(self) -> None:
-        """Forget all automata. After an error in one output, this keeps it from later outputs: the
-        outputs of a grammar share the parts of its automaton that llguidance has made so far."""
+        """Forget all automata. The outputs of a grammar share parts that llguidance makes as it
+        goes, so after an error in one output, later ones might meet it, too."""
         self._remembered.cache_clear()
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         llguidance = load_llguidance()
         if not self.eos_token_ids:
-            raise UserError(f"this model has no end-of-text, and a {grammar.notation} needs one")
+            raise UserError(
+                f"this model has no end-of-text token, and a {grammar.notation} needs one"
+            )
         check_bounds(grammar)
         limits = llguidance.LLParserLimits(**LIMITS)
         lark = HEADER + lark_of(grammar)
@@ -181,6 +183,7 @@ def read_schema(text: str) -> dict[str, Any]:
 
 def explain(error: str, grammar: Grammar) -> str:
     """llguidance's error in one line, without the place in our Lark, which no user has written."""
+    # "at 2(7): unknown name x\n   1 | start: …" -> "unknown name x"
     wrong = re.split(r"\n +1 \||\n<", error)[0]
     wrong = re.sub(r"^(at )?\d+\(\d+\): ", "", wrong)
     if wrong == "NoExtensionBias":

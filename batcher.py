@@ -1,26 +1,26 @@
-"""Continuous batching: which requests run in this step.
+"""Continuous batching: every step decides anew which requests run.
 
-A pass of the target costs as much as reading its weights, for one request or for sixteen, so
-requests run together. Static batching runs a batch until its longest output ends, and wastes
-1 − Σ lengths / (requests · longest) of its places. Continuous batching (Orca) plans every step
-anew: a request that ends leaves at once, and the next in the queue takes its place. A step has a
-budget of tokens. Requests that have read their prompts take one round each. Prompts are read in
-chunks, from the rest of the budget (Sarathi-Serve), so a long prompt does not delay other requests.
-A token late in a prompt costs more (`Llama.price`), so chunks become smaller.
+A pass of the target takes as long as reading its weights, whether for one request or for sixteen,
+so requests run together. Static batching runs a batch until its longest output ends, and wastes the
+fraction 1 − Σ lengths / (requests · longest) of its places. Continuous batching (Orca) plans every
+step anew: a request that ends leaves at once, and the next one in the queue takes its place. A step
+has a budget of tokens. Each request that has read its prompt takes one round. Prompts are read in
+chunks, with the rest of the budget (Sarathi-Serve), so a long prompt does not delay other requests.
+A token late in a prompt costs more (`Llama.price`), so chunks become smaller along the prompt.
 
   - First come, first served: the oldest requests take from the budget first, but a round of each
-    running request is reserved. A request is admitted only if its round can be reserved, too. So a
-    running request never waits. (serve.py gives requests turns: those of an earlier turn come
+    running request is reserved. A request is admitted only if its round can also be reserved, so a
+    running request never waits. (serve.py gives requests turns; those with an earlier turn come
     first.)
   - If the caches have no room for a step, the youngest request is preempted: its sequences are
     freed, and it goes back to the front of the queue. Later its tokens are read again. Its random
     numbers stay the same, because they depend only on its seed and its positions (sampling.py).
-  - A request that could never fit, even by itself, is refused at once, with the reason.
+  - A request that could never fit, even by itself, is refused at once. The error gives the reason.
 
 Invariant: a request is in `waiting`, in `running`, or in neither; only requests in `running` have
 sequences in the caches.
-Cost: scheduling is Python. A step takes time proportional to the number of running requests, and so
-does each admission.
+Cost: scheduling runs in Python. Planning a step takes time proportional to the number of running
+requests, and so does each admission.
 Not covered: priorities; several models.
 
 Yu et al. 2022, Orca (OSDI); Agrawal et al. 2024, Sarathi-Serve (arXiv:2403.02310).
@@ -37,10 +37,10 @@ from errors import UserError
 from kvcache import CacheFull
 from request import Request
 from runner import ModelRunner, ScheduledRequest
-from settings import Options, check_known
+from settings import Options, check_in_vocabulary
 
-# If a request finds no room in the caches, it is tried again after this many steps, or when a
-# request ends, because a try costs time and seldom succeeds.
+# A request that finds no room in the caches is tried again only after this many steps or when a
+# request ends, because trying takes time and seldom succeeds.
 RETRY_AFTER = 16
 
 
@@ -53,32 +53,32 @@ class Batcher:
         self.waiting = deque[Request]()  # ordered by turn, then oldest first
         self.running: list[Request] = []  # oldest first
         self.num_steps = 0
-        self.retry_at_step = 0  # the step in which the first in the queue is tried again
+        self.retry_at_step = 0  # the step at which the first request in the queue is tried again
 
     def check(self, request: Request) -> None:
         """UserError if this request could never be served."""
         if request.settings.seed is None or not request.tokens:
             raise UserError(
-                "a request needs tokens, and settings with a seed: make it by Model.request_of"
+                "a request needs tokens, and settings with a seed: make it with Model.request_of"
             )
         was_added = request.arrived > 0  # otherwise there is no need to search for it
         if was_added and (request in self.running or request in self.waiting):
-            raise UserError("this request is in a batch already: make another, of the same tokens")
-        check_known(request.tokens, self.runner.drawing.vocab_size)
+            raise UserError("this request is already in a batch: make another with the same tokens")
+        check_in_vocabulary(request.tokens, self.runner.drawing.vocab_size)
         # The last new token is never cached. With max_tokens 0, the whole prompt is.
         longest = len(request.tokens) + max(1, request.num_remaining) - 1
         most = self.runner.cache.max_len
         if longest > most:
             raise UserError(
                 f"a prompt of {request.num_prompt_tokens} tokens and {request.settings.max_tokens} "
-                f"to be made need a cache of {longest} tokens, and it has {most}: shorten the "
-                "prompt, ask for fewer, or give the cache more memory"
+                f"new ones need a cache of {longest} tokens, and it has {most}: shorten the "
+                "prompt, ask for fewer tokens, or give the cache more memory"
             )
         budget = self.runner.budget
         if self.runner.round_size(request) > budget:
             raise UserError(
                 f"gamma is {request.settings.gamma}, and a step has a budget of {budget} tokens: "
-                "draft fewer"
+                "choose a smaller gamma"
             )
 
     def add(self, request: Request) -> None:
@@ -90,7 +90,8 @@ class Batcher:
             self.retry_at_step = 0  # this request has not been tried yet
 
     def step(self) -> dict[Request, list[int]]:
-        """Run one pass over the running requests -> each one's new tokens. Finished ones leave."""
+        """Run one pass over the running requests -> the new tokens of each. Finished requests
+        leave."""
         scheduled = self.schedule()
         new_tokens = self.runner.step(scheduled)
         for request in new_tokens:
@@ -183,7 +184,7 @@ class Batcher:
             self.retry_at_step = self.num_steps + RETRY_AFTER
             return None
         item = self.runner.schedule(request, left)
-        # Only tested, never run: if just the first chunk fits, the request would soon be preempted.
+        # This item is only tested, never run. If just a chunk fits, the request is soon preempted.
         whole_text = item._replace(
             num_tokens=self.runner.num_pending(request), num_drafts=0, samples=True
         )
@@ -221,8 +222,8 @@ def main() -> None:
         print(row.ljust(batcher.num_steps, "·"))
     static = sum(max(lengths[i : i + 4]) for i in range(0, 16, 4))
     print(
-        f"{sum(lengths)} tokens in {batcher.num_steps} steps, and in {static} if each four wait "
-        "for the longest of them"
+        f"{sum(lengths)} tokens in {batcher.num_steps} steps; with static batches of four, in "
+        f"{static}"
     )
 
 

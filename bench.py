@@ -4,7 +4,8 @@
     python bench.py --target NAME              a model's steps and prompts in float32, INT8 and
                                                INT4, and what grammars cost it
     python bench.py --draft tiny-eagle         what drafts cost and gain, beside plain decoding
-    python bench.py --against transformers     the same prompts and weights, in turns; or llama.cpp
+    python bench.py --against transformers     the same prompts and weights, in turns; or openvino,
+                                               or llama.cpp
     python bench.py --gpu all                  models of true shapes on a GPU; or decode, …
     python bench.py --plan 70B --gpu H200      what a model needs on GPUs that are not here
     python bench.py --readme                   the documents' tables and pictures
@@ -93,12 +94,12 @@ def parse_bench(arguments: Sequence[str] | None) -> argparse.Namespace:
     if (args.gpu or args.plan) and args.gpu not in names:
         p.error(f"--gpu is {args.gpu}: it must be one of {', '.join(names)}")
     measures_gpu = args.gpu and not args.plan
-    for is_so, flags, why in (  # where flags would do nothing: "--gguf has no use but with …"
+    for is_so, flags, why in (  # flags that would have no effect, and why
         (args.plan, "against readme plain quick target out", "with --plan"),
         (args.plan, "draft draft_bits prompts gguf", "with --plan"),
-        (not args.plan, "gpus bits kv_bits context", "but with --plan"),
-        (args.against != "llama.cpp", "gguf", "but with --against llama.cpp"),
-        (not args.draft, "prompts draft_bits", "but with --draft"),
+        (not args.plan, "gpus bits kv_bits context", "except with --plan"),
+        (args.against != "llama.cpp", "gguf", "except with --against llama.cpp"),
+        (not args.draft, "prompts draft_bits", "except with --draft"),
         (args.against or args.readme or measures_gpu, "draft", "with --against, --gpu or --readme"),
         (args.gpu or args.readme, "target against", "with --gpu or --readme"),
         (args.readme, "gpu plain quick out", "with --readme"),

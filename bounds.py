@@ -65,7 +65,9 @@ def schemas_of(grammar: Grammar) -> list[Any]:
             try:
                 schema, _ = json.JSONDecoder().raw_decode(grammar.text, word.end())
             except (ValueError, RecursionError) as error:
-                raise UserError(f"a %json in the grammar is no JSON: {brief(error)}") from None
+                raise UserError(
+                    f"a %json in the grammar is not valid JSON: {brief(error)}"
+                ) from None
             schemas.append(schema)
     return schemas
 
@@ -109,8 +111,8 @@ def check_numbers(grammar: Grammar, schemas: list[Any]) -> None:
         is_read = abs(number) <= largest and min(float(number), largest) == number
         if not is_read and name not in ("default", "examples"):
             raise UserError(
-                f"{grammar}: {name} has {brief(number, 100)}, and whole numbers are followed to "
-                "the last digit up to 2^53; leave it out, or ask for a text of digits"
+                f"{grammar}: {name} has {brief(number, 100)}, and whole numbers are exact only "
+                "up to 2^53; leave it out, or ask for a text of digits"
             )
 
 

@@ -6,26 +6,27 @@ anything:
 
     ModelDrafter    a smaller Llama with the target's vocabulary, under the request's own settings
     SelfDrafter     the target's own INT4 copy (`--draft self`), in the target's cache
-    NgramDrafter    the tokens that once followed the text's last few: no weights, one-hot
+    NgramDrafter    the tokens that followed an earlier occurrence of the last few; no weights,
+                    and q is one-hot
 
-Invariant: between rounds a draft model's cache holds a prefix of the text, without its last token.
-If all drafts were accepted, the cache lacks two tokens: the last draft, which was drawn but never
-read, and the bonus. The next round reads both.
+Invariant: between rounds, a draft model's cache holds a prefix of the text, without the text's last
+token. If all drafts were accepted, the cache lacks two tokens: the last draft, which was drawn but
+never read, and the bonus. The next round reads both.
 
-The target's INT4 copy has no cache of its own, and does not read the prompt. It borrows the
-target's cache, stores the last token and all drafts but the last there, and truncates them again.
-So it drafts only if all but the text's last token is cached.
+The target's INT4 copy has no cache of its own and does not read the prompt. It uses the target's
+cache: it stores the last token and all drafts but the last there, and then truncates the sequence
+to its former length. So it can draft only if every token but the text's last one is cached.
 
-A fourth drafter, which reads the target's hidden states, has a page of its own: eagle.py.
+A fourth drafter, which reads the target's hidden states, has its own page: eagle.py.
 
-A model drafts by a *chain*: the logits of the next draft, a pick from them, and the token that was
-picked is fed, to go on behind it. A backend may do the whole chain in one call (`Ops.chain`). The
-runner (runner.py) calls:
+A model drafts through a *chain*: it computes the logits of the next draft, a token is picked from
+them, and that token is fed back to the model for the draft after it. A backend may run the whole
+chain in one call (`Ops.chain`). The runner (runner.py) calls:
 
-    most, num_to_read, fits     a step is planned: nothing is stored (a drafter may open a sequence)
+    most, num_to_read, fits     while it plans a step; they store nothing, but may open a sequence
     propose                     before the target's pass
-    learn                       after it
-    close                       the request has ended
+    learn                       after the target's pass
+    close                       when the request has ended
 
 Not covered: trees of drafts.
 Leviathan et al. 2023 (arXiv:2211.17192); prompt look-up: Saxena 2023; Yang et al. 2023, LLMA
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
 
 
 class Chain:
-    """How a model drafts for the requests of a round. Each draft follows the one before."""
+    """How a model drafts for the requests of a round. Each draft depends on the ones before it."""
 
     model: Llama
     cache: Cache
@@ -67,12 +68,12 @@ class Chain:
         raise NotImplementedError
 
     def feed(self, rows: list[int], picked: Tensor) -> None:
-        """Go on after the tokens that these requests have just drafted: int64[R]."""
+        """Take the tokens that these requests have just drafted: int64[R]."""
         raise NotImplementedError
 
     def one_by_one(self, round: Round) -> Proposal:
-        """Make all drafts of a round: the first of every request, then the second of those that
-        want two, …"""
+        """Make all drafts of a round: the first draft of every request, then the second draft of
+        those that want two, and so on."""
         proposal = round.no_drafts()
         for j in range(max(round.num_drafts)):
             rows = round.drafting(j)
@@ -85,24 +86,24 @@ class Chain:
         return proposal
 
     def draft(self, round: Round) -> Proposal:
-        """What `one_by_one` makes, in one call where the model's backend has one."""
+        """Do what `one_by_one` does, in a single call if the model's backend supports that."""
         return self.model.ops.chain(self, round)
 
 
 class ModelChain(Chain):
-    """A Llama drafts. Memory for all drafts is reserved at once: a backend that makes the whole
-    chain in one call finds in `reserved` where the keys and values of each draft go."""
+    """The chain of a Llama. Memory for all drafts is reserved in advance, so a backend that runs
+    the whole chain in one call finds in `reserved` where the keys and values of each draft go."""
 
     def __init__(
         self, llama: Llama, cache: Cache, round: Round, unread: dict[int, tuple[int, list[int]]]
     ):
-        """unread: for each row of the round that wants drafts, its sequence, and the tokens that
-        the cache lacks."""
+        """unread: for each row of the round that wants drafts, its sequence and the tokens that are
+        not in the cache yet."""
         self.model = llama
         self.cache = cache
         self.seqs = {b: seq for b, (seq, _) in unread.items()}
-        self.new = {b: tokens for b, (_, tokens) in unread.items()}  # the next pass reads these
-        # How many tokens of each were read by the passes so far.
+        self.new = {b: tokens for b, (_, tokens) in unread.items()}  # for the next pass to read
+        # How many tokens of each sequence the passes have read so far.
         self.num_read = {b: cache.length(seq) for b, seq in self.seqs.items()}
         wanted = []
         for b, (seq, tokens) in unread.items():
@@ -117,7 +118,7 @@ class ModelChain(Chain):
             self.num_read[b] += len(self.new[b])
             spans.append((self.seqs[b], start, self.num_read[b]))
         tokens, last = pack_tokens([self.new[b] for b in rows], self.model.device)
-        wanted = None if len(tokens) == len(rows) else last  # None: all; each row has one token
+        wanted = None if len(tokens) == len(rows) else last  # None: every token gives logits
         return self.model(tokens, self.cache.metadata(spans), wanted)
 
     def feed(self, rows: list[int], picked: Tensor) -> None:
@@ -139,7 +140,7 @@ def pack_tokens(pieces: Sequence[Sequence[int]], device: torch.device) -> tuple[
 
 
 class Drafter:
-    """The methods that a runner calls. This base class drafts nothing, and stores nothing."""
+    """The methods that a runner calls. This base class drafts and stores nothing."""
 
     shares_target_cache = False
     feature_layers: tuple[int, ...] = ()  # layers of the target whose inputs `learn` gets
@@ -149,11 +150,11 @@ class Drafter:
         return 0
 
     def num_to_read(self, item: ScheduledRequest) -> int:
-        """The number of the text's tokens that the drafter reads in a step."""
+        """How many of the text's tokens the drafter reads in a step."""
         return 0
 
     def fits(self, scheduled: Sequence[ScheduledRequest]) -> bool:
-        """Whether there is room for a step's drafts and for the tokens it reads."""
+        """Whether there is room for a step's drafts and for the tokens that the drafter reads."""
         return True
 
     def propose(self, round: Round) -> Proposal:
@@ -161,17 +162,17 @@ class Drafter:
         return round.no_drafts()
 
     def learn(self, scheduled: Sequence[ScheduledRequest], features: Features | None) -> None:
-        """The target has run these plans, and the texts have grown. features: of all tokens of the
-        pass; None without `feature_layers`."""
+        """Called after the target has run this step and the requests have their new tokens.
+        features: those of all tokens in the pass; None without `feature_layers`."""
 
     def close(self, request: Request) -> None:
-        """Forget a request, if it is known."""
+        """Drop what is stored for a request, if anything is."""
 
 
 class ModelDrafter(Drafter):
-    """A model with a cache of its own. A text longer than its context gets no more drafts. It reads
-    a chunk of a prompt after the target has; the tokens of rounds without drafts it reads when it
-    drafts again."""
+    """A model with its own cache. It reads each chunk of a prompt after the target has read it. It
+    reads the tokens of rounds without drafts only when it drafts again. A request that is longer
+    than the model's context gets no more drafts."""
 
     def __init__(self, model: Llama, cache: Cache):
         self.model = model
@@ -179,7 +180,7 @@ class ModelDrafter(Drafter):
         self.seqs: dict[Request, int] = {}  # in `cache`
 
     def seq_of(self, request: Request) -> int:
-        """The request's sequence, which the first use opens."""
+        """The request's sequence, opened on first use."""
         if request not in self.seqs:
             self.seqs[request], _ = self.cache.open(request.tokens)
         return self.seqs[request]
@@ -189,8 +190,8 @@ class ModelDrafter(Drafter):
         return max(0, min(wanted, self.cache.max_len - len(request.tokens) + 1))
 
     def num_to_read(self, item: ScheduledRequest) -> int:
-        """A round with drafts reads every token that the cache lacks. After a chunk, the cache
-        reads as many as the target did. Without drafts, or beyond the context, it reads none."""
+        """For a round with drafts: every token that is not in the cache yet. For a chunk: at most
+        as many as the target reads. Without drafts, or beyond the context: none."""
         if len(item.request.tokens) > self.cache.max_len:
             return 0
         if item.samples and not item.num_drafts:
@@ -199,7 +200,7 @@ class ModelDrafter(Drafter):
         return missing if item.samples else max(0, min(missing, item.num_tokens))
 
     def fits(self, scheduled: Sequence[ScheduledRequest]) -> bool:
-        """A round stores the text's tokens that are missing, and all drafts but the last."""
+        """A round stores the tokens that are not in the cache yet, and all drafts but the last."""
         wanted = []
         for item in scheduled:
             count = self.num_to_read(item) + max(0, item.num_drafts - 1)
@@ -217,7 +218,7 @@ class ModelDrafter(Drafter):
 
     @torch.inference_mode()
     def learn(self, scheduled: Sequence[ScheduledRequest], features: Features | None) -> None:
-        new = []  # (sequence, tokens that the target has read as chunks)
+        new = []  # (sequence, tokens of chunks that the target has read)
         for item in scheduled:
             count = self.num_to_read(item)
             if count and not item.samples:
@@ -226,7 +227,7 @@ class ModelDrafter(Drafter):
                 new.append((seq, item.request.tokens[start : start + count]))
         if new:
             tokens, _ = pack_tokens([piece for _, piece in new], self.model.device)
-            # No logits are wanted: ask for the fewest.
+            # The logits are not needed, so ask for as few as possible.
             self.model(tokens, self.cache.extend(new), slice(-1, None))
         for item in scheduled:
             if item.request in self.seqs:
@@ -240,8 +241,8 @@ class ModelDrafter(Drafter):
 
 
 class SelfDrafter(Drafter):
-    """The target's INT4 copy, in the target's cache: it takes back what it stored there. It stores
-    fewer tokens than the target will store in its pass, so `fits` has nothing to ask."""
+    """The target's INT4 copy. It stores its tokens in the target's cache and removes them again.
+    The target's own pass stores more tokens than that, so `fits` has nothing to check."""
 
     shares_target_cache = True
 
@@ -255,7 +256,7 @@ class SelfDrafter(Drafter):
         return wanted if len(request.tokens) > request.num_prompt_tokens else 0
 
     def chain(self, round: Round) -> Chain:
-        """The cache lacks only the last token of each text."""
+        """A chain that reads only the last token of each request; the others are in the cache."""
         unread = {}
         for b in round.drafting():
             request = round.requests[b]
@@ -272,12 +273,12 @@ class SelfDrafter(Drafter):
 
 
 class NgramDrafter(Drafter):
-    """Looks for an earlier place of the text's last n tokens, the largest n first, and proposes
-    what followed there."""
+    """Looks for an earlier occurrence of the text's last n tokens, trying the largest n first, and
+    proposes the tokens that followed it."""
 
     def __init__(self, longest: int = 3):
         self.longest = longest
-        self.texts: dict[Request, str] = {}  # a character for each token: `rfind` finds tokens
+        self.texts: dict[Request, str] = {}  # one character per token, so that `rfind` can be used
 
     def most(self, request: Request, wanted: int) -> int:
         return len(self.look_up(request, wanted))
@@ -295,21 +296,21 @@ class NgramDrafter(Drafter):
         self.texts.pop(request, None)
 
     def look_up(self, request: Request, count: int) -> list[int]:
-        """At most `count` tokens. The tokens that a grammar forces come first; if there are none,
-        the text's own."""
+        """At most `count` tokens: those that the grammar forces or, if it forces none, those found
+        in the text."""
         state = request.grammar_state
         if state is None:
             return self._find(request, count)
         return state.forced(count) or state.allowed(self._find(request, count))
 
     def _find(self, request: Request, count: int) -> list[int]:
-        """`count` tokens, or none. If fewer follow the match, they are repeated: after "ab ab" come
-        " ab ab …"."""
+        """`count` tokens, or none. If too few tokens follow the match, they are repeated: "ab ab"
+        is continued with " ab ab …"."""
         text = self.texts.get(request, "")
         text += "".join(map(chr, request.tokens[len(text) :]))
         self.texts[request] = text
         for n in range(min(self.longest, len(text) - 1), 0, -1):
-            start = text.rfind(text[-n:], 0, -1)  # without the last token: not the suffix itself
+            start = text.rfind(text[-n:], 0, -1)  # the end -1 excludes the suffix itself
             if start >= 0:
                 followers = text[start + n :]
                 return [ord(followers[j % len(followers)]) for j in range(count)]
@@ -317,14 +318,14 @@ class NgramDrafter(Drafter):
 
 
 def main() -> None:
-    """The demonstration: what the drafts of each drafter are worth, for the same text."""
+    """Demonstration: how many drafts of each drafter are accepted, for the same prompt."""
     target = Model.load("tiny")
     asked = dict(temperature=0, max_tokens=100, gamma=3)
     for name in ("ngram", "self", "tiny-draft", "tiny-eagle"):
         drafts = generate("Once upon a time", target, draft=name, **asked).speculation
         print(
-            f"{name:10} {drafts.acceptance:4.0%} accepted, {drafts.tokens_per_round:.2f} tokens a "
-            "round of 3 drafts"
+            f"{name:10} {drafts.acceptance:4.0%} accepted, {drafts.tokens_per_round:.2f} tokens "
+            "per round of 3 drafts"
         )
 
 

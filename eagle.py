@@ -17,8 +17,8 @@ next. If the sequence is t0 t1 t2 t3, and the target has read all but t3:
     features    f_0   f_1   f_2      z_2       z_3
     token       t1    t2    t3       draft 1   draft 2
     predicts    t2    t3    draft 1  draft 2   draft 3
-                learn, after a       propose: k − 1 positions for k drafts,
-                pass of the target   which are truncated again
+                learn, after a       propose: k − 1 positions for k drafts, which are
+                pass of the target   truncated again; draft 1 comes from learn's last z
 
 The keys and values of position i lie in the slot of token i, in a layer that is added to the
 target's cache. So shared prefixes, preemption and quantized caches work as they are, except that
@@ -59,7 +59,10 @@ if TYPE_CHECKING:
 
 
 class EagleHead(HeadWeights):
-    """`head(f, tokens, metadata)` -> z. The weights are made in checkpoint/weights.py."""
+    """`head(f, tokens, metadata)` -> z. `HeadWeights` (checkpoint/weights.py) makes the attributes:
+    fc, hidden_norm, feature_norms, one layer, norm and head; feature_layers, whose inputs are the
+    features; cache_layer, its own number in the target's cache; offsets, from its vocabulary to
+    the target's; target; and `eagle`, in which published heads differ."""
 
     rope = Llama.rope  # which reads self.frequencies, here the head's own
 
@@ -117,7 +120,7 @@ class EagleHead(HeadWeights):
         """The logits of the target's vocabulary: [R, C] -> [R, V].
 
         A token outside the head's vocabulary gets the lowest number, so its probability is 0. It is
-        not −∞, because a grammar may allow no other token.
+        not −∞: a grammar may allow no other token, and a row of −∞ alone would give NaN.
         """
         drafted = self.draft_logits(z)
         lowest = torch.finfo(drafted.dtype).min
@@ -126,7 +129,7 @@ class EagleHead(HeadWeights):
 
     @cached_property
     def tokens(self) -> Tensor:
-        """The target's token for each token of the head: int64[Vd]."""
+        """The target's token for each token i of the head, i + offsets[i]: int64[Vd]."""
         return self.offsets + torch.arange(len(self.offsets), device=self.device)
 
     def token_embedding(self, tokens: Tensor) -> Tensor:
@@ -141,7 +144,8 @@ class EagleHead(HeadWeights):
 
 
 class HeadChain(Chain):
-    """A head drafts: a draft and the z that gave it are the input of the next position."""
+    """A head drafts: a draft and the z that gave it are the input of the next position. For each
+    draft, `Chain.one_by_one` calls `logits` and then `feed`."""
 
     def __init__(self, head: EagleHead, cache: Cache, round: Round, z: Tensor):
         """z: the last state of each request that wants drafts, [R, C]."""
@@ -158,6 +162,7 @@ class HeadChain(Chain):
         for b in round.drafting(1):  # the requests with at least two drafts
             num_positions = round.num_drafts[b] - 1
             wanted.append((self.seqs[b], [0] * num_positions))
+        # The metadata of all positions: a backend that makes all drafts in one call reads it.
         self.reserved = cache.extend(wanted) if wanted else None
 
     def logits(self, rows: list[int]) -> Tensor:
@@ -190,8 +195,8 @@ class EagleDrafter(SelfDrafter):
         self.last_z: dict[Request, Tensor] = {}  # [C] each
 
     def most(self, request: Request, wanted: int) -> int:
-        """No drafts without a last z. After a preemption there is none, but the target then reads
-        all tokens except the last one before the round, and so makes one."""
+        """No drafts without a last z. After a preemption there is none. If more than one token is
+        unread, the target reads all but the last as a chunk first, and `learn` makes a z."""
         num_unread = len(request.tokens) - self.cache.length(request.seq)
         will_have_z = request in self.last_z or num_unread > 1
         return super().most(request, wanted) if will_have_z else 0
@@ -212,7 +217,8 @@ class EagleDrafter(SelfDrafter):
         rows: list[int] = []  # of `features`
         for item in scheduled:
             tokens = item.request.tokens
-            stop = min(item.stop + item.num_drafts, len(tokens) - 1)  # no token follows the last
+            # The sequence has grown by the accepted drafts and one token, which nothing follows.
+            stop = min(item.stop + item.num_drafts, len(tokens) - 1)
             if stop > item.start:
                 requests.append(item.request)
                 spans.append((item.request.seq, item.start, stop))

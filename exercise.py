@@ -210,7 +210,7 @@ def make(exercises: Sequence[Exercise], folder: Path) -> int:
 def judge(exercises: Sequence[Exercise], folder: Path) -> int:
     """Run the tests in a copy, up to the first failure -> the exit status."""
     if not (folder / exercises[0].page).is_file():
-        raise UserError(f"{folder} is no copy: python exercise.py NAME {folder} makes it")
+        raise UserError(f"{folder} is not a copy: python exercise.py NAME {folder} makes it")
     for exercise in exercises:
         command = [sys.executable, "-m", "pytest", "-q", "-x", *exercise.tests]
         failed = subprocess.call(command, cwd=folder, env=os.environ | {"LLAMA_PLAIN": "1"})

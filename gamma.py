@@ -11,12 +11,13 @@ divided by the time of a plain one. It is measured by these rules:
 
   - Real rounds are timed: PLAIN plain ones, then a few with TRIAL drafts, and then every round.
     Steps that read a prompt or record a CUDA graph are not timed.
-  - The time of a round is the lower quartile of at least MEASURED rounds (of 2 or 3, the shortest).
-    So it is not distorted by a slow first round or by an interruption.
+  - The time of a round is the lower quartile of at least MEASURED rounds (with 2 or 3 rounds, the
+    shortest). So a slow first round or an interruption does not distort it.
   - For other γ, up to twice the largest one measured, the time is taken from a straight line fitted
-    to the measured ones (without γ = 0, if two others are known). It is never below a plain round.
-  - α is a moving average over all requests. So they all have the same γ, and a new request starts
-    with the acceptance of earlier ones.
+    to the measured times (without γ = 0, if two others are known). It is never below the time of a
+    plain round.
+  - α is a moving average over all requests. So all requests have the same γ, and a new request
+    starts with the acceptance of earlier ones.
   - While γ is 0, drafts are tried again after PATIENCE · cost plain rounds, where a round with
     drafts costs as much as `cost` plain ones. While γ is above 0, a plain round is run after
     PATIENCE rounds with drafts. So these tests take less than 1 % of the time.
@@ -38,9 +39,9 @@ from request import Request, Speculation
 
 TRIAL = 3  # γ of the first rounds with drafts
 MAX_GAMMA = 16
-WINDOW = 100  # drafts that the acceptance is averaged over
+WINDOW = 100  # how many drafts the acceptance is averaged over
 PATIENCE = 128  # rounds before the alternative that seems worse is tried again
-MEASURED = 2  # the fewest rounds that a time is taken from
+MEASURED = 2  # the fewest rounds needed for a measured time
 PLAIN = 2  # plain rounds before the first one with drafts
 
 
@@ -57,11 +58,11 @@ class AutoGamma:
 
     def __init__(self) -> None:
         self.alpha = 0.7
-        self.weight = 5.0  # drafts that alpha is averaged over
+        self.weight = 5.0  # how many drafts alpha is averaged over
         self.num_plain = 0  # plain rounds since the last draft
         self.num_drafting = 0  # rounds with drafts since the last plain one
-        # Batch sizes with the same bit_length (4 to 7, say) share these: the best γ, with its
-        # round's time over a plain one's, and the seconds of the last rounds of each γ.
+        # Batch sizes with the same bit_length (4 to 7, say) share these: the best γ, with the time
+        # of its round divided by that of a plain one, and the seconds of the last rounds of each γ.
         self.best: dict[int, tuple[int, float]] = {}
         self.seconds = defaultdict[tuple[int, int], deque[float]](lambda: deque(maxlen=9))
 
@@ -82,7 +83,7 @@ class AutoGamma:
         return measured
 
     def costs(self, measured: dict[int, float]) -> list[float]:
-        """A round's time over a plain one's for γ = 1, 2, …, MAX_GAMMA, from the measured γ."""
+        """The time of a round divided by that of a plain one, for γ = 1, 2, …, MAX_GAMMA."""
         plain = measured[0]
         points = dict(measured)
         if len(points) > 2:  # a pass over several tokens may have a cost that a plain one lacks
@@ -102,7 +103,7 @@ class AutoGamma:
             return TRIAL if len(plain) >= PLAIN else 0
         gamma, cost = best
         if expected_tokens(self.alpha, gamma) > cost:
-            plain_is_due = self.num_drafting >= PATIENCE  # to measure it again
+            plain_is_due = self.num_drafting >= PATIENCE  # to measure plain rounds again
             return 0 if plain_is_due else gamma
         retry_is_due = self.num_plain >= PATIENCE * cost
         return gamma if retry_is_due else 0
@@ -127,13 +128,14 @@ class AutoGamma:
                 self.weight = max(examined, min(self.weight + examined, WINDOW))
                 self.alpha += (accepted - examined * self.alpha) / self.weight
         is_trial = batch_size.bit_length() not in self.best
-        if is_trial or (self.num_plain + self.num_drafting) % 8 == 0:  # one round changes little
+        if is_trial or (self.num_plain + self.num_drafting) % 8 == 0:  # one changes little
             self._choose_best(batch_size)
 
     def report(self, request: Request) -> Speculation | None:
         """A request's acceptance, its tokens per round, and its speed-up over plain decoding. The
-        last two leave out the first round, which reads the end of the prompt. The speed-up compares
-        the times of the request's rounds with those of plain ones; None if they are unknown."""
+        last two do not count the first round, which reads the end of the prompt. The speed-up
+        compares the times of the request's rounds with those of plain rounds; None if those are
+        unknown."""
         rounds = request.rounds[1:]
         if not rounds:
             return None

@@ -2,24 +2,26 @@
 
     python generate.py --draft tiny-draft "Once upon a time"     the model in this repository
     python generate.py --target 8B --draft 1B                    chat
-    python generate.py --prompts FILE.jsonl                      a request a line, many at a time
+    python generate.py --prompts FILE.jsonl                      one request per line, in batches
 
-`plain_loop` is what all the rest of this project speeds up. `generate` and `stream` are for Python
-callers; app/cli.py is the command line.
+`plain_loop` is the loop that the rest of this project makes faster. `generate` and `stream` are for
+Python callers; app/cli.py is the command line.
 
-An `Engine` does the same for many texts: it steps the batch, and hands each request's new tokens to
-its output stream; when a stream is done, so is the request. A single prompt is a batch of one.
+An `Engine` does the same for many requests. It runs the batch step by step, and hands each
+request's new tokens to its output stream. When the stream is done, so is the request. A single
+prompt is a batch of one.
 
-Invariant: the same model, prompt, settings and seed give the same text with and without a cache, in
-one dtype on one machine. A draft (speculative.py) keeps the text at temperature 0, and in *coupled*
-mode, where target and draft draw with the same random numbers; otherwise it keeps the
-distribution. (Where C does not compute, cpu/native.py, rounding depends on which tokens
-share a pass: of two tokens with nearly equal logits the other one may be drawn.)
+Invariant: on one machine and in one dtype, the same model, prompt, settings and seed give the same
+output with and without a cache. A draft (speculative.py) does not change the output at temperature
+0, or in *coupled* mode, where the target and the draft model use the same random numbers.
+Otherwise, it does not change the distribution of outputs. (Without the C code of cpu/native.py,
+rounding depends on which tokens share a pass, so of two tokens with nearly equal logits, the other
+one may be drawn.)
 """
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # imports are slow: a signal, --help or a wrong flag ends it before them
+if __name__ == "__main__":  # before the slow imports, so that --help or a signal ends it at once
     from app.shell import begin
 
     begin()
@@ -41,7 +43,7 @@ from batcher import Batcher
 from devices import send
 from errors import UserError, check_names
 from kvcache import Cache, KVCache, contiguous_caches
-from loading import Draft, DraftName, Model, check_draft, load_draft
+from loading import NO_DRAFT, Draft, DraftName, Model, check_draft, load_draft
 from model import Llama
 from paged import PagedCache, paged_caches
 from quant import Kind, widths
@@ -57,7 +59,7 @@ LOADING = ("device", "dtype", "bits", "plain")  # parameters of `Model.load`
 
 @torch.inference_mode()
 def plain_loop(model: Model, request: Request, use_cache: bool = True) -> Iterator[int]:
-    """Read the prompt; then draw one token after the other."""
+    """Read the prompt, and then draw one token after the other."""
     llama = model.llama
     settings = request.settings
     filters = settings.temperature, settings.top_k, settings.top_p, settings.min_p
@@ -68,7 +70,7 @@ def plain_loop(model: Model, request: Request, use_cache: bool = True) -> Iterat
     for _ in range(settings.max_tokens):
         metadata = cache.extend([(seq, new)]) if use_cache else None
         logits = llama(send(new, llama.device), metadata, slice(-1, None))  # [1, V]
-        known = logits[:, : model.tokenizer.vocab_size]  # some models have more rows: padding
+        known = logits[:, : model.tokenizer.vocab_size]  # some heads have more rows: padding
         text = tokens, request.num_prompt_tokens, request.eos_token_ids
         known = penalize(check_finite(known), *text, **settings.penalties)
         probs = probabilities(known, *filters)
@@ -86,8 +88,8 @@ def plain_loop(model: Model, request: Request, use_cache: bool = True) -> Iterat
 
 
 class PlainLoop:
-    """What `--no-cache` runs: `plain_loop`, one request after the other. It has the methods of a
-    Batcher that `Engine` calls."""
+    """What `--no-cache` runs: `plain_loop`, for one request after the other. It has the methods of
+    `Batcher` that `Engine` calls."""
 
     def __init__(self, model: Model):
         self.model = model
@@ -96,13 +98,10 @@ class PlainLoop:
 
     def check(self, request: Request) -> None:
         settings = request.settings
-        if (
-            settings.follows
-            or settings.logprobs is not None
-            or settings.prompt_logprobs is not None
-        ):
+        logprobs = settings.logprobs, settings.prompt_logprobs
+        if settings.follows is not None or logprobs != (None, None):
             raise UserError(
-                "without a cache there are no grammars and no logprobs: leave out --no-cache, or "
+                "grammars and logprobs need a cache: leave out --no-cache, or "
                 "--schema, --regex, --choice, --grammar, --logprobs and --prompt-logprobs"
             )
 
@@ -131,54 +130,64 @@ class PlainLoop:
             self.waiting.remove(request)
 
 
+def check_without_cache(draft: Draft | None, options: Options) -> None:
+    """UserError for what `PlainLoop` does not support."""
+    cache_options = (widths(options.kv_bits), options.kv, options.kv_memory)
+    is_plain = cache_options == ((16, 16), "paged", None)
+    if draft is not None or options.max_batch > 1 or not is_plain:
+        raise UserError(
+            "without a cache there are no drafts, no batches and no options of it: leave out "
+            "--draft, --prompts, --kv, --kv-bits and --kv-memory, or --no-cache"
+        )
+
+
 class Engine:
     """A target, a draft, their caches and the batch.
 
-    tokens: how many tokens of all texts together the paged cache is to hold, in at most 80 % of
-    free memory; None: max_batch texts of max_len. options.kv_memory, if given, decides alone. A
-    request waits until the cache has room for it. UserError if memory is short.
+    tokens: how many tokens, of all requests together, the paged cache should hold, using at most 80
+    % of free memory; None means max_batch sequences of max_len tokens. If options.kv_memory is
+    given, it decides instead. A request waits until the cache has room for it. UserError if there
+    is too little memory.
     """
 
     def __init__(
         self, model: Model, draft: Draft | None, options: Options, tokens: int | None = None
     ):
-        llama = model.llama
-        max_len = model.max_total_tokens(options)
-        vocab_size = model.tokenizer.vocab_size
-        self.caches = make_caches(llama, draft, options, max_len, tokens)
+        self.max_len = model.max_total_tokens(options)
+        self.caches: list[Cache] = []  # the target's, and the draft's, if it has one of its own
+        self.runner: ModelRunner | None = None
+        if options.use_cache:
+            self._start(model, draft or NO_DRAFT, options, tokens)
+        else:
+            check_without_cache(draft, options)
+            self.batcher = PlainLoop(model)
         for setting in model.recommended.unsupported():
             where = model.recommended.where
             warnings.warn(f"this model's {where} asks for {setting}, which is not supported")
-        self.runner = None
-        self.max_len = max_len
-        if not options.use_cache:
-            self.batcher = PlainLoop(model)
-            return
+
+    def _start(self, model: Model, draft: Draft, options: Options, tokens: int | None) -> None:
+        """Make the caches, the runner and the batch."""
+        llama = model.llama
+        vocab_size = model.tokenizer.vocab_size
+        self.caches = make_caches(llama, draft, options, self.max_len, tokens)
         cache = self.caches[0]
-        self.max_len = min(max_len, cache.max_len)  # a small cache holds shorter sequences
         draft_cache = self.caches[-1]  # the target's, if the draft has none of its own
-        self.runner = ModelRunner(
-            llama,
-            cache,
-            Drawing(
-                vocab_size,
-                coupled=options.verify == "coupled",
-                by_token=options.verify == "token",
-            ),
-            drafter=None if draft is None else draft.make(draft_cache),
-            budget=llama.ops.step_budget,
-            grammars=model.grammars,
-        )
+        self.max_len = min(self.max_len, cache.max_len)  # a small cache holds shorter sequences
+        is_coupled = options.verify == "coupled"
+        drawing = Drawing(vocab_size, is_coupled, by_token=options.verify == "token")
+        drafter = draft.make(draft_cache)
+        budget = llama.ops.step_budget
+        self.runner = ModelRunner(llama, cache, drawing, drafter, budget, model.grammars)
         self.batcher = Batcher(self.runner, options.max_batch)
-        if options.max_batch > 1:  # compile now what only steps of many texts launch
+        if options.max_batch > 1:  # compile kernels now that only steps of many requests launch
             llama.ops.warm_up(llama, cache, vocab_size)
-            for draft_model in draft.models if draft else ():
+            for draft_model in draft.models:
                 draft_model.ops.warm_up(draft_model, draft_cache, vocab_size)
 
     def describe(self) -> str:
-        """The memory for keys and values, in a line."""
+        """One line about the memory for keys and values."""
         if not self.caches:
-            return "keys and values: none are stored"
+            return "keys and values: not stored"
         cache = self.caches[0]
         megabytes = sum(cache.bytes for cache in self.caches) / 1e6
         if isinstance(cache, PagedCache):
@@ -188,7 +197,7 @@ class Engine:
         return f"keys and values: {size}, {megabytes:,.1f} MB"
 
     def step(self, streams: dict[Request, OutputStream]) -> dict[Request, Result]:
-        """Run a step, and feed the streams -> the results of those that are finished."""
+        """Run a step and feed the streams -> the results of the requests that are finished."""
         new_tokens = self.batcher.step()
         for request, tokens in new_tokens.items():
             streams[request].feed(tokens)
@@ -196,10 +205,10 @@ class Engine:
         return {request: self.finish(streams[request]) for request in done}
 
     def serve(self, streams: Iterable[OutputStream]) -> Generator[Result, None, None]:
-        """Yield each text's result when the text is finished.
+        """Yield each request's result when the request is finished.
 
-        Ctrl-C, raised here or thrown in by the caller, ends all texts as they are: their results
-        are yielded, then KeyboardInterrupt is raised.
+        Ctrl-C, raised here or thrown in by the caller, ends all requests: the results so far are
+        yielded, and then KeyboardInterrupt is raised.
         """
         waiting = {stream.request: stream for stream in streams}
         try:
@@ -213,12 +222,12 @@ class Engine:
             for request in list(waiting):
                 yield self.finish(waiting.pop(request), "interrupted")
             raise
-        finally:  # an error, or a caller that has enough
+        finally:  # after an error, or if the caller stops iterating
             for request in waiting:
                 self.batcher.cancel(request)
 
     def finish(self, stream: OutputStream, reason: str = "") -> Result:
-        """Take a text out of the batch -> its result. reason: why it is cancelled."""
+        """Take a request out of the batch -> its result. reason: why it is cancelled, if it is."""
         self.batcher.cancel(stream.request)
         result = stream.finish(reason)
         if self.runner is not None:
@@ -227,25 +236,16 @@ class Engine:
 
 
 def make_caches(
-    target: Llama, draft: Draft | None, options: Options, max_len: int, tokens: int | None
+    target: Llama, draft: Draft, options: Options, max_len: int, tokens: int | None
 ) -> list[Cache]:
-    """The target's cache, and the draft's own, if it has one; [] if none is asked for."""
+    """The target's cache, and the draft's own, if it has one."""
     bits = widths(options.kv_bits)
-    if not options.use_cache:
-        cache_options = (bits, options.kv, options.kv_memory)
-        is_plain = cache_options == ((16, 16), "paged", None)
-        if draft is not None or options.max_batch > 1 or not is_plain:
-            raise UserError(
-                "without a cache there are no drafts, no batches and no options of it: leave out "
-                "--draft, --prompts, --kv, --kv-bits and --kv-memory, or --no-cache"
-            )
-        return []
-    specs = [target.kv_spec(bits, draft.draft_layers if draft else 0)]
+    specs = [target.kv_spec(bits, draft.draft_layers)]
     limits = [max_len]
-    if draft is not None and draft.has_own_cache:
-        (llama,) = draft.models
-        specs.append(llama.kv_spec(bits))
-        limits.append(min(max_len, llama.config.max_position_embeddings))
+    if draft.has_own_cache:
+        for llama in draft.models:
+            specs.append(llama.kv_spec(bits))
+            limits.append(min(max_len, llama.config.max_position_embeddings))
     if options.kv == "contiguous":
         return contiguous_caches(specs, limits, options.max_batch)
     return paged_caches(specs, limits, tokens or options.max_batch * max_len, options)
@@ -257,10 +257,10 @@ def make_caches(
 def stream(
     prompt: str | None = None, *, messages: list[Message] | None = None, **options: Any
 ) -> Iterator[str]:
-    """`for piece in stream("…")`: the text as it is made. Options: see `prepare`."""
+    """`for piece in stream("…")` yields the text as it is generated. Options: see `prepare`."""
     engine, (output,) = prepare([either(prompt, messages)], **options)
     engine.batcher.add(output.request)
-    length = 0  # of the pieces before
+    length = 0  # of the text so far
     is_done = False
     while not is_done:
         is_done = bool(engine.step({output.request: output}))
@@ -271,7 +271,7 @@ def stream(
 
 
 def either(prompt: Any, messages: Any) -> Any:
-    """The one of the two that is not None. UserError if both are given, or neither."""
+    """Whichever of the two is not None. UserError if both are given, or neither."""
     if (prompt is None) == (messages is None):
         raise UserError("give either a prompt or messages")
     return prompt if messages is None else messages
@@ -284,18 +284,19 @@ def generate(
     messages: list[Message] | None = None,
     **options: Any,
 ) -> Result | list[Result]:
-    """Continue or answer a prompt, or several in one batch. Returns a Result, or a list of them.
+    """Continue or answer one prompt, or several in one batch. Returns a Result, or a list of them.
 
     generate("Once upon a time", max_tokens=40).text
     generate(["Tom", "Lily"], draft="tiny-draft", verify="coupled", seed=1)
     generate(messages=[{"role": "user", "content": "Hi"}], target="1B")
 
     target: an alias, a Hub id, a folder, a GGUF, or a loaded `Model`, which saves loading it again.
-    Options: those of `prepare`, and the settings of `Settings` by name. Several processes that
-    torch.distributed has joined all make the same call. UserError, FileNotFoundError or CacheFull.
+    Options: those of `prepare`, and the fields of `Settings` by name. If torch.distributed has
+    joined several processes, all of them must make the same call. Raises UserError,
+    FileNotFoundError or CacheFull.
     """
     asked = either(prompt, messages)
-    is_batch = isinstance(prompt, Iterable) and not isinstance(prompt, str | dict)  # a message
+    is_batch = isinstance(prompt, Iterable) and not isinstance(prompt, str | dict)
     prompts = list(asked) if is_batch else [asked]
     engine, streams = prepare(prompts, target, **options)
     results = sorted(engine.serve(streams), key=lambda result: result.index)
@@ -316,10 +317,10 @@ def prepare(
     """An engine for these prompts, and a stream for each.
 
     draft: a model, "ngram" or "self". draft_bits: see `load_draft`. system, chat: see
-    `Model.encode`. show: is called with each new piece of text, and how its last token came about
-    (request.py). named: device, dtype, bits and plain of `Model.load`; fields of `Options` and of
-    `Settings`. Unless `verify` is "coupled", an output depends on the draft, too, and on how many
-    tokens it drafts, which follows the clock unless `gamma` is given.
+    `Model.encode`. show: called with each new piece of text and the origin of its last token
+    (request.py). named: device, dtype, bits and plain of `Model.load`, and fields of `Options` and
+    `Settings`. Unless `verify` is "coupled", an output also depends on the draft and on how many
+    tokens it drafts, and that number depends on measured times unless `gamma` is given.
     """
     check_names(named, [*Settings.__dataclass_fields__, *OPTIONS, *LOADING], "setting or option")
     loading = {name: named.pop(name) for name in LOADING if name in named}
@@ -327,14 +328,14 @@ def prepare(
     settings = Settings(**named)
     if isinstance(target, Model) and loading:
         raise UserError(
-            f"{loading} is for loading, and the target is loaded already: leave out device, dtype, "
-            "bits and plain, or name the target's folder"
+            f"{loading} cannot be used because the target is already loaded: leave out device, "
+            "dtype, bits and plain, or name the target's folder"
         )
     if not isinstance(chat, bool | None):
         refuse_value("chat", chat, "true or false")
     check_draft(draft, draft_bits)
     if draft is None and settings.gamma is not None:
-        raise UserError("gamma is about drafted tokens: name a draft, or leave it out")
+        raise UserError("gamma needs drafted tokens: name a draft, or leave gamma out")
     model = target if isinstance(target, Model) else Model.load(target, **loading)
     streams = []
     lengths = []
@@ -343,7 +344,7 @@ def prepare(
         lengths.append(request.num_prompt_tokens + request.num_remaining)
         streams.append(OutputStream(model.tokenizer, request, prompt, show=show, index=index))
     max_batch = min(options.max_batch, max(1, len(prompts)))
-    # The caches are made for these requests: rows for the longest, and memory for all of them.
+    # The caches are sized for these requests: rows for the longest, and memory for all of them.
     options = replace(options, max_len=max([2, *lengths]), max_batch=max_batch)
     loaded = load_draft(draft, model, loading.get("dtype"), draft_bits)
     return Engine(model, loaded, options, sum(lengths)), streams

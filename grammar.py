@@ -29,10 +29,13 @@ the round is over. Making a mask takes time, so a worker thread does it while mo
 
 Invariant: between rounds an automaton has read its output's tokens, but not end-of-text.
 
-When an output ends: with its grammar, even if its request ignores end-of-text. If a stop token of
-the request ends it where the grammar may not end, it was cut, so finish_reason is `length`. It ends
-with an error if its masks take too much work (automaton.LIMITS) or too much time (SLOW_MASK),
-because all requests of the batch wait for them.
+An output ends
+
+- where its grammar ends, even if its request ignores end-of-text;
+- at a stop token of its request. If the grammar may not end there, the output was cut, and
+  finish_reason is `length`;
+- with an error, if its masks take too much work (automaton.LIMITS) or too much time (SLOW_MASK),
+  because all requests of the batch wait for them.
 
 Cost: `python bench.py --target NAME` measures it; masks within a string of bounded length take
 longest.
@@ -98,8 +101,8 @@ class GrammarState:
         """Read new tokens of the output."""
         for token in new:
             if token in self.grammars.eos_token_ids:
-                # After an error, a mask allows nothing but end-of-text. So ask whether the output
-                # may end here.
+                # An error shows only when a mask is computed, and such a mask allows nothing but
+                # end-of-text. So compute one, and ask whether the output may end here.
                 self.matcher.compute_bitmask()
                 self.has_failed |= self.matcher.is_error() or not self.matcher.is_accepting()
                 return
@@ -145,7 +148,7 @@ class GrammarState:
 
     def forced(self, count: int) -> list[int]:
         """At most `count` tokens of the text that must follow the output. This changes nothing."""
-        text = self.matcher.compute_ff_bytes().decode(errors="ignore")
+        text = self.matcher.compute_ff_bytes().decode(errors="ignore")  # ff: fast-forward
         tokens = self.grammars.tokenizer.encode(text, is_first=False)
         return self.allowed(tokens[:count])
 
@@ -242,8 +245,8 @@ def forbid(logits: Tensor, rows: Sequence[int], masks: Tensor) -> Tensor:
     device = logits.device
     numbers = torch.arange(256, device=device)
     places = torch.arange(8, device=device)
-    bits = numbers[:, None] >> places & 1  # of each byte: [256, 8]
-    table = bits.to(logits.dtype).log()  # 0 or −∞
+    bits = (numbers[:, None] >> places) & 1  # of each byte: [256, 8]
+    table = bits.to(logits.dtype).log()  # log 1 = 0, log 0 = −∞
     each_byte = send(masks.contiguous().view(torch.uint8).int(), device)  # [rows, 4 W]
     bias = F.embedding(each_byte, table)
     bias = bias.flatten(1)

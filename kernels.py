@@ -1,8 +1,9 @@
 """The operations of a forward pass in plain torch: the specification, which backends override.
 
 `Ops` has the operations that a machine may do faster than plain PyTorch. The folders cpu/ and gpu/
-and the page flash.py each have a subclass that overrides some of them and calls super() for the
-rest; `ops_for` chooses one. With LLAMA_PLAIN=1, or without these, this page computes everything.
+and flash.py, the page about FlashAttention, each have a subclass that overrides some of them and
+calls super() for the rest; `ops_for` chooses one. With LLAMA_PLAIN=1, or without these, this page
+computes everything.
 
     attention(q, k, v)_i = Σ_j softmax_j(q_i · k_j / √D) v_j,      j ≤ i + (m − n)
 
@@ -15,10 +16,12 @@ share each of the G key/value heads, so the cache is smaller by that factor.
 keys and values first and reads all of them from the cache, so up to rounding a result does not
 depend on how a prompt was split into chunks.
 
-Damaged weights give NaN or ∞, which must not become a plausible token. So both spread to the
-logits, where `Ops.probabilities` raises NotFinite. Two operations could hide them, so they make NaN
-instead: `rms_norm`, because x / ∞ = 0, and `Ops.attend`, because a score of −∞ is a weight of 0. On
-a GPU a check would make the host wait. There `pick` returns −1, and the runner raises.
+Damaged weights give NaN or ∞, which must not become a plausible token:
+
+- Both spread through the operations to the logits, where `Ops.probabilities` raises NotFinite.
+- Two operations would hide them, and make NaN instead: `rms_norm`, where x / ∞ would be 0, and
+  `Ops.attend`, where a score of −∞ would have the weight 0.
+- On a GPU a check would make the host wait. There `pick` returns −1, and the runner raises.
 
     T tokens of a step · B sequences · H query heads · G key/value heads · D head size
     C hidden_size · F intermediate_size · V vocab_size · L layers · S tokens of a block of the cache
@@ -112,8 +115,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rotated(
     qkv: Tensor, G: int, rope: Rope | None, norm: HeadNorm | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split qkv [T, H + 2 G, D] into q [T, H, D], k and v [T, G, D]. q and k are normed, then
-    rotated; None: they are not."""
+    """Split qkv [T, H + 2 G, D] into q [T, H, D], k and v [T, G, D]. q and k are normed unless
+    `norm` is None, then rotated unless `rope` is None."""
     H = qkv.shape[1] - 2 * G
     qk, v = qkv.split((H + G, G), dim=1)
     if norm is not None:
@@ -140,8 +143,8 @@ class Ops:
         """The dtype that a model computes in, and the one that its matrices have in memory.
 
         stored: the dtypes in the checkpoint, the commonest first. asked: the user's choice; None:
-        the commonest, or float32 if that is wider. A backend may prefer another one, and may keep
-        matrices in a narrower dtype than it computes in, if no bit is lost.
+        the commonest, but float32 in place of 16 bits. A backend may prefer another one, and may
+        keep matrices in a narrower dtype than it computes in, if no bit is lost.
         """
         dtype = asked or stored[0]
         if asked is None and dtype.itemsize == 2:
@@ -202,7 +205,7 @@ class Ops:
         """Norm and rotate q and k, store k and v, then attend within each sequence.
 
         qkv: [T, H + 2 G, D] -> [T, H, D]. norm: None if the model has none. rope: None if q and k
-        are normed and rotated already.
+        are normed and rotated already (a backend that does both in one pass calls super() so).
         """
         q, k, v = rotated(qkv, G, rope, norm)
         cache = metadata.cache
@@ -214,7 +217,9 @@ class Ops:
             return out.transpose(1, 2).flatten(0, 1) + zero
         cache.write(layer, metadata.slot_mapping.long(), k, v)
         outputs = []
-        for queries, slots in zip(q.split(metadata.num_new_tokens), metadata.slots):
+        for queries, slots in zip(
+            q.split(metadata.num_new_tokens), metadata.slots
+        ):  # of all its tokens
             keys = cache.keys.read(layer, slots, q.dtype)
             values = cache.values.read(layer, slots, q.dtype)
             outputs.append(attention(queries, keys, values))
@@ -270,7 +275,8 @@ class Ops:
         scheduled: Sequence[ScheduledRequest],
         features: Features | None,
     ) -> list[Drawn]:
-        """The passes of a step, as `ModelRunner.run_rounds` makes them (runner.py)."""
+        """The pass of a step, and the tokens that each request draws (runner.py). Where nothing is
+        drafted, a GPU makes several passes before the host looks."""
         return runner.run_rounds(scheduled, features)
 
     def warm_up(self, llama: Llama, cache: Cache, vocab_size: int) -> None:

@@ -1,31 +1,31 @@
-"""The contiguous KV cache: keys and values of past tokens are stored, and never computed twice.
+"""The contiguous KV cache: keys and values of past tokens are stored and never computed again.
 
-Without a cache, token t costs a pass over t tokens; with a cache, a pass over one. The price is
-memory, reserved for the longest sequence: 2 (K and V) · layers · kv_heads · head_dim · bytes per
-number · tokens, for Llama 3.1 8B in bfloat16 131,072 bytes a token. Numbers of 8 and 4 bits
-(quant.py) take less. An error in a key changes an attention weight, but errors in values average
-out over all tokens: so "8/4" gives keys 8 bits and values 4.
+Without a cache, token t costs a pass over t tokens. With a cache, it costs a pass over one. The
+price is memory, which is reserved for the longest sequence: 2 (K and V) · layers · kv_heads ·
+head_dim · bytes per number · tokens. For Llama 3.1 8B in bfloat16, that is 131,072 bytes per token.
+8- and 4-bit numbers (quant.py) take less. An error in a key changes an attention weight, while
+errors in values average out over all tokens. So "8/4" gives keys 8 bits and values 4.
 
-    seq, num_cached = cache.open(tokens)       a new sequence; num_cached of its tokens are stored
-                                               already (here always 0)
-    cache.fits([(seq, n), ...])                is there memory for n more tokens each?
+    seq, num_cached = cache.open(tokens)       a new sequence; num_cached of its tokens are already
+                                               stored (always 0 in this page)
+    cache.fits([(seq, n), ...])                is there memory for n more tokens of each sequence?
     metadata = cache.extend([(seq, tokens)])   takes memory for these tokens, or refuses before
                                                anything has changed
-    cache.commit(seq, text)                    after a step: keeps the text, forgets rejected drafts
+    cache.commit(seq, text)                    after a step: keeps the text, drops rejected drafts
     cache.truncate(seq, length)                keeps the first `length` tokens; a paged cache does
                                                not cut into a block that `open` may find
     cache.free(seq) · cache.length(seq)
 
-Memory is cut into blocks of `block_size` tokens, and a sequence has a *block table*: its blocks, in
-order. Token t of a sequence lies in the slot
+Memory is divided into blocks of `block_size` tokens, and each sequence has a *block table*: its
+blocks, in order. Token t of a sequence is in the slot
 
     block_table[t // block_size] · block_size + t % block_size
 
-In this page a block is as long as the longest sequence, so each sequence has one block; paged.py
+In this page, a block is as long as the longest sequence, so each sequence has one block. paged.py
 has short blocks, and shares them.
 
-Invariant: between steps the blocks of `seq` hold exactly the tokens [0, length(seq)); no slot
-beyond is read.
+Invariant: between steps, the blocks of `seq` hold exactly the tokens [0, length(seq)); no slot
+after them is read.
 Not covered: 2 bits; a scale for each channel of the keys (Liu et al. 2024, KIVI, arXiv:2402.02750).
 
     T new tokens of a step · B sequences · L layers · N blocks · S tokens of a block (block_size)
@@ -37,7 +37,6 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Sequence
-from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -58,7 +57,7 @@ if TYPE_CHECKING:
 
 
 class SequenceSlice(NamedTuple):
-    """One sequence's part in a step: its new tokens are [num_computed_tokens, seq_len)."""
+    """One sequence's part of a step: its new tokens are [num_computed_tokens, seq_len)."""
 
     block_table: Sequence[int]
     num_computed_tokens: int
@@ -74,11 +73,11 @@ class AttentionMetadata:
 
     positions     int32[T]      where a token is in its sequence
     slot_mapping  int32[T]      where its key and value are stored
-    cu_seqlens    int32[B + 1]  where each sequence's new tokens begin, and at last T
-    seq_lens      int32[B]      tokens of each sequence, new ones included
+    cu_seqlens    int32[B + 1]  where each sequence's new tokens begin, followed by T
+    seq_lens      int32[B]      tokens of each sequence, including the new ones
     block_tables  int32[B, M]   padded with 0
 
-    cache: None if there is none; a sequence then sees its own new tokens only.
+    cache: None means no cache, so a sequence attends only to its own new tokens.
     """
 
     def __init__(
@@ -86,44 +85,34 @@ class AttentionMetadata:
         sequences: Sequence[SequenceSlice],
         block_size: int,
         cache: Cache | None = None,
+        device: torch.device | str = "cpu",
     ):
         self.sequences = sequences
         self.block_size = block_size
         self.cache = cache
         self.num_new_tokens = [sequence.num_new_tokens for sequence in sequences]
-        self.backend: dict[str, Any] = {}  # what a backend computes once for all layers
+        self.backend: dict[str, Any] = {}  # values that a backend computes once for all layers
         M = max((len(sequence.block_table) for sequence in sequences), default=0)
-        self._set_parts(pack_metadata(sequences, block_size, M), M)
+        self._set_parts(pack_metadata(sequences, block_size, M), M, device)
 
     @classmethod
-    def without_cache(cls, num_sequences: int, length: int) -> AttentionMetadata:
+    def without_cache(
+        cls, num_sequences: int, length: int, device: torch.device | str = "cpu"
+    ) -> AttentionMetadata:
         """Sequences of `length` tokens, each from its beginning: a block of that size for each."""
         slices = [SequenceSlice([b], 0, length) for b in range(num_sequences)]
-        return cls(slices, block_size=length)
+        return cls(slices, block_size=length, device=device)
 
-    def _set_parts(self, parts: Sequence[array], M: int) -> None:
-        self.table_length = M
-        self.sizes = [len(part) for part in parts]
-        self._set_views(joined_parts(parts))
-
-    def _set_views(self, buffer: Tensor) -> None:
-        self.buffer = buffer
-        parts = buffer.split_with_sizes(self.sizes)
-        self.positions, self.slot_mapping, self.cu_seqlens, self.seq_lens, tables = parts
-        self.block_tables = tables.view(len(self.seq_lens), self.table_length)
-
-    def to(self, device: torch.device) -> AttentionMetadata:
-        """The same on the device, by one copy."""
-        if self.buffer.device == device:
-            return self
-        moved = copy(self)
-        moved.backend = {}
-        moved._set_views(send(self.buffer, device))
-        return moved
+    def _set_parts(self, parts: Sequence[array], M: int, device: torch.device | str) -> None:
+        """Send the numbers of the five tensors to the device, by one copy."""
+        self.buffer = send(joined_parts(parts), torch.device(device))
+        views = self.buffer.split_with_sizes([len(part) for part in parts])
+        self.positions, self.slot_mapping, self.cu_seqlens, self.seq_lens, tables = views
+        self.block_tables = tables.view(len(self.seq_lens), M)
 
     @cached_property
     def slots(self) -> list[Tensor]:
-        """The slots of all tokens of each sequence, old and new: int64[seq_len] each."""
+        """For each sequence, the slots of all its tokens, old and new: int64[seq_len]."""
         longest = max(sequence.seq_len for sequence in self.sequences)
         tokens = torch.arange(longest, device=self.buffer.device)
         blocks = self.block_tables.long()[:, tokens // self.block_size]  # [B, longest]
@@ -132,7 +121,7 @@ class AttentionMetadata:
 
 
 def pack_metadata(sequences: Sequence[SequenceSlice], block_size: int, M: int) -> list[array]:
-    """The numbers of the five tensors of `AttentionMetadata`, in their order."""
+    """The contents of the five tensors of `AttentionMetadata`, in their order."""
     positions = array("i")
     slot_mapping = array("i")
     cu_seqlens = array("i", [0])
@@ -142,7 +131,7 @@ def pack_metadata(sequences: Sequence[SequenceSlice], block_size: int, M: int) -
         positions.extend(range(start, stop))
         first_block = start // block_size
         for i in range(first_block, math.ceil(stop / block_size)):  # blocks that get new tokens
-            # Block i holds the positions from i · S on: the slot of each is position + shift.
+            # Block i holds the positions from i · S on. The slot of each is position + shift.
             shift = (block_table[i] - i) * block_size
             begin = max(start, i * block_size)
             end = min(stop, (i + 1) * block_size)
@@ -169,7 +158,7 @@ def stored_parts(
     and their zeros (quant.py).
 
     bits: 16 keeps the numbers as they are, in `dtype`. group: how many 4-bit numbers share a scale
-    and a zero; None: all D.
+    and a zero; None means all D.
     """
     if bits == 16:
         return [(D, dtype)]
@@ -177,7 +166,7 @@ def stored_parts(
         return [(D, torch.int8), (1, torch.bfloat16)]
     if D % 2:
         raise UserError(
-            f"head_dim is {D}: two 4-bit numbers share a byte, so it must be even; use 8 bits"
+            f"head_dim is {D}: it must be even, because two 4-bit numbers share a byte; use 8 bits"
         )
     num_groups = math.ceil(D / (group or D))
     return [(D // 2, torch.uint8), (num_groups, torch.bfloat16), (num_groups, torch.int16)]
@@ -186,7 +175,7 @@ def stored_parts(
 class Store:
     """The keys or values of a cache: parts [L, N, S, G, width]; slot = block · S + offset.
 
-    Each vector has scales of its own, so what is stored does not depend on which tokens were stored
+    Each vector has its own scales, so the stored numbers do not depend on which tokens are stored
     together.
     """
 
@@ -206,7 +195,7 @@ class Store:
         group: int | None = None,
     ) -> Store:
         """An uninitialized store of shape [L, N, S, G, D]. empty_kv: `Ops.empty_kv`, which
-        allocates a part."""
+        allocates each part."""
         *outer, D = shape
         parts = stored_parts(D, bits, dtype, group)
         return cls([empty_kv((*outer, width), kind, device) for width, kind in parts], bits, group)
@@ -245,7 +234,7 @@ class Store:
 
 @dataclass(frozen=True)
 class KVSpec:
-    """What a cache stores of a token, and where."""
+    """What a cache stores for each token, and where."""
 
     layers: int
     kv_heads: int
@@ -253,9 +242,9 @@ class KVSpec:
     dtype: torch.dtype = torch.float32
     bits: Bits = (16, 16)  # of keys, of values; 16: numbers as they are, in `dtype`
     device: torch.device | str = "cpu"
-    # 1 with an EAGLE head, in whose layer keys and values depend on the next token, too.
+    # 1 with an EAGLE head: the keys and values of its layer also depend on the next token.
     lookahead: int = 0
-    ops: Ops | None = None  # whose `attend` reads the cache; None: the device's fastest
+    ops: Ops | None = None  # the operations that read the cache; None: the device's fastest
 
     @classmethod
     def of(
@@ -266,7 +255,8 @@ class KVSpec:
         device: torch.device | str = "cpu",
         draft_layers: int = 0,
     ) -> KVSpec:
-        """What a cache of this model stores. draft_layers: those that an EAGLE head adds to it."""
+        """The spec for a cache of this model. draft_layers: how many layers an EAGLE head adds to
+        it."""
         return cls(
             layers=config.num_hidden_layers + draft_layers,
             kv_heads=config.num_key_value_heads,
@@ -278,7 +268,7 @@ class KVSpec:
         )
 
     def bytes(self, tokens: int) -> int:
-        """How many bytes the keys and values of so many tokens take."""
+        """How many bytes the keys and values of this many tokens take."""
         key_bits, value_bits = self.bits
         parts = stored_parts(self.head_dim, key_bits, self.dtype, KEY_GROUP)
         parts += stored_parts(self.head_dim, value_bits, self.dtype)
@@ -286,12 +276,12 @@ class KVSpec:
         return self.layers * self.kv_heads * tokens * vector_bytes
 
     def tokens_in(self, num_bytes: float) -> int:
-        """How many tokens' keys and values so many bytes hold."""
+        """For how many tokens the keys and values fit into this many bytes."""
         return int(num_bytes) // self.bytes(1)
 
 
 class CacheFull(UserError):
-    """There is not enough memory for these tokens, and nothing has changed."""
+    """There is not enough memory for these tokens. Nothing has changed."""
 
 
 # ---- Caches --------------------------------------------------------------------------------------
@@ -300,7 +290,7 @@ class CacheFull(UserError):
 @dataclass
 class CachedSequence:
     tokens: list[int] = field(default_factory=list)
-    num_committed: int = 0  # of these tokens: after them there may be a 0 for a draft
+    num_committed: int = 0  # how many of them are final; the tokens after them may be drafts (0)
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[int] = field(default_factory=list)  # of the full blocks (paged.py)
 
@@ -309,35 +299,35 @@ NewTokens = Sequence[tuple[int, Sequence[int]]]  # (sequence, its new tokens), .
 
 
 class Cache:
-    """What the contiguous and the paged cache share: the storage, the sequences, and checks before
-    anything changes. Each adds `open` and `free`; the paged cache also takes and caches blocks.
-    """
+    """What the contiguous and the paged cache have in common: the storage, the sequences, and
+    checks before anything changes. Each adds `open` and `free`, and the paged cache also takes and
+    caches blocks."""
 
     def __init__(self, spec: KVSpec, num_blocks: int, block_size: int, max_len: int):
         dtype = spec.dtype
         if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
             raise UserError(
-                f"a cache of {dtype} is not supported; use float64, float32, bfloat16 or float16"
+                f"a cache of {dtype} is not supported: use float64, float32, bfloat16 or float16"
             )
         self.spec = spec
         self.device = torch.device(spec.device)
         self.dtype = dtype
         self.block_size = block_size
         self.max_len = max_len
-        self.backend: dict[str, Any] = {}  # what a backend keeps with this cache: CUDA graphs
+        self.backend: dict[str, Any] = {}  # what a backend stores with this cache: CUDA graphs
         self._sequences: dict[int, CachedSequence] = {}
         shape = (spec.layers, num_blocks, block_size, spec.kv_heads, spec.head_dim)
         empty_kv = (spec.ops or ops_for(spec.device)).empty_kv
         key_bits, value_bits = spec.bits
         try:
-            # Errors in keys hurt most, so 4-bit keys have a scale for each group of numbers.
+            # Errors in keys do the most harm, so 4-bit keys have a scale for each group of numbers.
             self.keys = Store.empty(shape, key_bits, dtype, self.device, empty_kv, KEY_GROUP)
             self.values = Store.empty(shape, value_bits, dtype, self.device, empty_kv)
         except RuntimeError:  # out of memory, whatever the device calls it
             needed = spec.bytes(num_blocks * block_size)
             raise CacheFull(
                 f"a cache of {num_blocks} x {block_size} tokens needs {needed / 1e9:.1f} GB, "
-                f"which {spec.device} does not have: ask for less"
+                f"and {spec.device} does not have that much memory: ask for less"
             ) from None
 
     @property
@@ -358,7 +348,7 @@ class Cache:
         return all(self.length(seq) + n <= self.max_len for seq, n in counts)
 
     def extend(self, new_tokens: NewTokens) -> AttentionMetadata:
-        """Take memory for the tokens of each (seq, tokens), which `Ops.attend` then fills.
+        """Take memory for the tokens of each (seq, tokens). `Ops.attend` then fills it.
 
         CacheFull, ValueError and KeyError are raised before anything has changed.
         """
@@ -374,11 +364,11 @@ class Cache:
 
     def metadata(self, spans: Sequence[tuple[int, int, int]]) -> AttentionMetadata:
         """The metadata of a pass over the tokens [start, stop) of each (seq, start, stop). `extend`
-        has taken their memory."""
+        has already taken memory for them."""
         slices = []
         for seq, start, stop in spans:
             slices.append(SequenceSlice(self.sequence(seq).block_table, start, stop))
-        return AttentionMetadata(slices, self.block_size, self).to(self.device)
+        return AttentionMetadata(slices, self.block_size, self, self.device)
 
     def write(self, layer: int, slot_mapping: Tensor, k: Tensor, v: Tensor) -> None:
         """Store k and v: [T, G, D] in their slots: int64[T]."""
@@ -414,22 +404,24 @@ class Cache:
         sequence.num_committed = min(sequence.num_committed, length)
 
     def commit(self, seq: int, text: Sequence[int]) -> None:
-        """After a step, keep the keys and values of the text, without those of rejected drafts.
+        """After a step, drop the keys and values of rejected drafts and keep those of the text.
 
-        text: all its tokens. No model has read the last one, and a draft model may lack more.
+        text: all tokens of the prompt and the output. No model has read the last one, and a draft
+        model may not have read some others.
         """
         sequence = self.sequence(seq)
         length = min(len(sequence.tokens), len(text) - 1)
         self.truncate(seq, length)
-        # `extend` was told 0 for each draft, which only the device knew: enter the accepted ones.
+        # Only the device had the drafts, so `extend` was given a 0 for each: enter the accepted
+        # ones.
         start = sequence.num_committed
         sequence.tokens[start:] = text[start:length]
         sequence.num_committed = length
 
 
 class KVCache(Cache):
-    """Memory for `sequences` sequences of up to `max_len` tokens, reserved at once: sequence `seq`
-    has block `seq`."""
+    """Memory for `sequences` sequences of up to `max_len` tokens, reserved in advance. Sequence
+    `seq` has block `seq`."""
 
     def __init__(self, spec: KVSpec, max_len: int, sequences: int = 1):
         if max_len < 1 or sequences < 1:
@@ -443,7 +435,7 @@ class KVCache(Cache):
         sequences."""
         if not self._free_rows:
             raise CacheFull(
-                f"all {len(self._sequences)} rows are taken: free a sequence, or make more rows"
+                f"all {len(self._sequences)} rows are in use: free a sequence, or make more rows"
             )
         seq = self._free_rows.pop()
         self._sequences[seq] = CachedSequence(block_table=[seq])
@@ -458,7 +450,8 @@ class KVCache(Cache):
 def contiguous_caches(
     specs: Sequence[KVSpec], limits: Sequence[int], sequences: int
 ) -> list[Cache]:
-    """A cache for each model, with rows of its limit of tokens. UserError if memory is short."""
+    """A cache for each model, whose rows have as many tokens as its limit. UserError if there is
+    too little memory."""
     needed = 0
     for spec, limit in zip(specs, limits):
         needed += spec.bytes(sequences * limit)
@@ -467,17 +460,17 @@ def contiguous_caches(
 
 
 def check_free(num_bytes: float, device: torch.device) -> None:
-    """UserError if the memory for keys and values is not free."""
+    """UserError if there is too little free memory for the keys and values."""
     free = free_memory(device)
     if num_bytes > free:
         raise UserError(
-            f"the memory for keys and values is {num_bytes:.4g} bytes, and {free:,} are free: a "
-            "smaller --max-batch or --max-len, or --kv-memory if it was given (up to 1: a share)"
+            f"keys and values need {num_bytes:.4g} bytes of memory, and {free:,} are free: choose "
+            "a smaller --max-batch or --max-len, or --kv-memory if it was given (up to 1: a share)"
         )
 
 
 def main() -> None:
-    """The demonstration: 50 tokens after 200, without a cache and with one."""
+    """Demonstration: 50 tokens after 200, without a cache and with one."""
     llama = Llama.load("tiny")
     for use_cache in (False, True):
         cache = KVCache(llama.kv_spec(), 250)
@@ -485,7 +478,7 @@ def main() -> None:
         tokens = [1] * 200
         times = []
         for _ in range(51):  # the first pass reads the prompt
-            new = tokens[cache.length(seq) :]  # all of them without a cache, which stays empty
+            new = tokens[cache.length(seq) :]  # without a cache, its length stays 0: all tokens
             metadata = cache.extend([(seq, new)]) if use_cache else None
             logits = llama(torch.tensor(new, device=llama.device), metadata, slice(-1, None))
             tokens.append(int(logits.argmax()))

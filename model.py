@@ -45,7 +45,7 @@ from checkpoint.weights import Layer, Weights
 from errors import UserError
 from kvcache import AttentionMetadata, KVSpec
 from quant import Bits
-from settings import check_known
+from settings import check_in_vocabulary
 
 Rope = tuple[Tensor, Tensor]  # cos and sin of the positions of a step: [T, 1, D / 2] each
 
@@ -54,7 +54,7 @@ class Features(NamedTuple):
     """The residual stream at the input of some layers, which a pass stores if it is asked to: an
     EAGLE head reads it (eagle.py)."""
 
-    layers: tuple[int, ...]  # a layer may occur twice
+    layers: tuple[int, ...]  # one may occur twice: some published heads repeat a layer
     values: Tensor  # [T, len(layers), C], to be filled
 
     def store(self, i: int, x: Tensor, mlp_out: Tensor | None) -> None:
@@ -65,8 +65,9 @@ class Features(NamedTuple):
 
 
 class Llama(Weights):
-    """`llama(tokens, metadata, logits_indices)` -> logits. The weights are attributes, which
-    checkpoint/weights.py makes, names and packs."""
+    """`llama(tokens, metadata, logits_indices)` -> logits. `Weights` (checkpoint/weights.py) makes,
+    names and packs the attributes: embed, layers, norm and head; config, ops, group, dtype, device,
+    and the rotary frequencies."""
 
     load = classmethod(load_llama)  # checkpoint/load.py
 
@@ -119,12 +120,13 @@ class Llama(Weights):
         return x, mlp_out
 
     def embedding(self, tokens: Tensor) -> Tensor:
-        """int64[T] -> [T, C]. `group` calls `embed` for the tokens whose rows this process has."""
+        """int64[T] -> [T, C]. With several processes each has some of the rows, so `group` makes
+        row numbers of its process out of the tokens, and adds up what the processes find."""
 
-        def embed(own: Tensor) -> Tensor:
-            return self.ops.embed(own, self.embed, self.dtype)
+        def look_up(rows: Tensor) -> Tensor:
+            return self.ops.embed(rows, self.embed, self.dtype)
 
-        return self.group.embed(tokens, self.config.vocab_size, embed)
+        return self.group.embed(tokens, self.config.vocab_size, look_up)
 
     def rope(self, positions: Tensor) -> Rope:
         """The turns of dimension pairs at these positions: int[T] -> cos and sin, [T, 1, D / 2]
@@ -144,7 +146,7 @@ class Llama(Weights):
         """What `forward` returns. Without metadata the tokens are one sequence, without a cache."""
         if metadata is None:
             tokens = self.checked(tokens)
-            metadata = AttentionMetadata.without_cache(1, len(tokens)).to(self.device)
+            metadata = AttentionMetadata.without_cache(1, len(tokens), self.device)
         # This calls `forward`, unless the backend has a faster version of the whole pass.
         return self.ops.forward(self, tokens, metadata, logits_indices, features)
 
@@ -154,10 +156,10 @@ class Llama(Weights):
         is_text = tokens.dim() == 1 and 0 < len(tokens) <= most
         if not is_text or tokens.dtype not in (torch.int32, torch.int64):
             raise UserError(
-                f"tokens are {tokens.dtype} of shape {[*tokens.shape]}: give those of one text, "
-                f"int64[T] with T from 1 to {most}, the model's limit"
+                f"tokens are {tokens.dtype} of shape {[*tokens.shape]}: give those of one "
+                f"sequence, int64[T] with T from 1 to {most}, the model's limit"
             )
-        check_known(tokens.tolist(), self.config.vocab_size)
+        check_in_vocabulary(tokens.tolist(), self.config.vocab_size)
         return tokens.long()
 
     def empty_features(self, layers: tuple[int, ...], T: int) -> Features:
@@ -177,8 +179,9 @@ class Llama(Weights):
         """The cost of reading a token after `context` others. 1 is the cost at the start of a
         sequence; attention costs as much again after each `even_context` tokens.
 
-        At most 8, because cutting prompts into even smaller chunks would save no time: every pass
-        reads all keys.
+        A step has a budget for these costs (batcher.py), so chunks of a prompt become smaller as
+        its context grows. The price is at most 8, because even smaller chunks would save no time:
+        every pass reads all keys.
         """
         return min(8, 1 + context // self.even_context)
 
@@ -187,9 +190,9 @@ class Llama(Weights):
         """How many keys a token attends to when its attention takes as many operations as its
         matrices. In a layer these take 2 operations a weight, and attention 4 · H · D a key."""
         c = self.config
-        attention_rows = 2 * (c.query_size + c.kv_size)  # of q, k, v, and columns of o
-        mlp_rows = 3 * c.intermediate_size  # of gate, up, and columns of down
-        num_weights = c.hidden_size * (attention_rows + mlp_rows)
+        q, k, v, o = c.query_size, c.kv_size, c.kv_size, c.query_size
+        gate, up, down = [c.intermediate_size] * 3
+        num_weights = c.hidden_size * (q + k + v + o + gate + up + down)
         return 2 * num_weights // (4 * c.query_size)
 
 

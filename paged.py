@@ -1,19 +1,20 @@
 """The paged KV cache: blocks allocated on demand, and shared by sequences with the same prefix.
 
-A contiguous cache reserves room for the longest possible sequence, for every sequence. Here memory
-is cut into blocks of `block_size` tokens. A sequence has a *block table*, gets a block when it
+A contiguous cache reserves room for the longest possible sequence, for every sequence. Here, memory
+is divided into blocks of `block_size` tokens. A sequence has a *block table*, gets a block when it
 needs one, and wastes less than one block.
 
-Prefix caching: a full block is looked up by (hash of the block before it, its tokens). `open`
+Prefix caching: a full block is looked up by (hash of the previous block, its own tokens). `open`
 follows this chain from a prompt's first block, so a system prompt is read only once. Blocks of
-freed sequences stay until their space is needed. A block's hash here is a serial number, assigned
-when the block is cached. Tokens are compared, so two different prefixes never have the same hash.
+freed sequences stay cached until their space is needed. The hash of a block is a serial number
+here, assigned when the block is cached. The tokens themselves are compared, so two different
+prefixes never have the same hash.
 
   - `open` never finds the whole prompt, because at least one token must be computed for its logits.
   - `commit` caches full blocks after it has dropped the rejected drafts, so no cached block holds
-    one. Several samples of one prompt read the prompt once, except its last block.
-  - Only cached blocks are shared, and `truncate` does not cut into them. So `extend` writes only
-    into blocks that no other sequence has.
+    one. Several samples of one prompt read the prompt once, except for its last block.
+  - Only cached blocks are shared, and `truncate` does not cut into them. So `extend` only writes
+    into blocks that no other sequence uses.
   - `truncate` drops references and writes nothing. `free` releases the last blocks first, so that
     the beginnings of prompts stay cached for longest.
 
@@ -40,7 +41,7 @@ from kvcache import Cache, CachedSequence, CacheFull, KVSpec, NewTokens, check_f
 from settings import Options
 
 BLOCK_SIZE = 16  # tokens
-BlockKey = tuple[int, tuple[int, ...]]  # hash of the block before (0: none), tokens of this block
+BlockKey = tuple[int, tuple[int, ...]]  # hash of the previous block (0: none), this block's tokens
 
 
 class BlockPool:
@@ -129,8 +130,8 @@ class PagedCache(Cache):
         self._next_seq = count(1)
 
     def _block_key(self, parent: int, tokens: Sequence[int], i: int) -> BlockKey:
-        """The key of a sequence's block i. `parent`, the hash of the block before, represents all
-        earlier tokens. With a lookahead the block depends on the token after it, too."""
+        """The key of a sequence's block i. `parent`, the hash of the previous block, represents all
+        earlier tokens. With a lookahead, the block also depends on the token after it."""
         S = self.block_size
         return parent, tuple(tokens[i * S : (i + 1) * S + self.lookahead])
 
@@ -231,7 +232,7 @@ class PagedCache(Cache):
         if sorted([*pool.free, *pool.idle, *owners]) != list(range(pool.total)):
             raise RuntimeError(f"blocks are lost, or in two states: {counts} of {pool.total}")
         if any(pool.references[block] != owners[block] for block in range(pool.total)):
-            raise RuntimeError("the references of a block are not the tables that hold it")
+            raise RuntimeError("a block's reference count is not the number of tables with it")
         if pool.cached != {key: block for block, key in pool.key_of.items()}:
             raise RuntimeError("cached blocks and their keys differ")
         return counts
@@ -241,12 +242,13 @@ class PagedCache(Cache):
 
 
 def blocks_that_fit(memory: float, block_bytes: int, device: torch.device) -> int:
-    """How many blocks fit into `memory`: up to 1 a share of the free memory, above 1 bytes."""
+    """How many blocks fit into `memory`. Up to 1, it is a share of the free memory; above 1, it is
+    a number of bytes."""
     num_bytes = memory * free_memory(device) if memory <= 1 else memory
     if not num_bytes >= block_bytes:  # also true for NaN
         raise UserError(
-            f"the memory for keys and values is {memory}: that does not hold a block, which takes "
-            f"{block_bytes:,} bytes; it must be a share of what is free (up to 1), or bytes"
+            f"the memory for keys and values is {memory}: it cannot hold a block, which takes "
+            f"{block_bytes:,} bytes; give a share of the free memory (up to 1), or bytes"
         )
     return int(num_bytes) // block_bytes
 
@@ -255,7 +257,8 @@ def paged_caches(
     specs: Sequence[KVSpec], limits: Sequence[int], tokens: int, options: Options
 ) -> list[Cache]:
     """A cache for each model, with as many blocks as kv_memory holds or, if it is None, as `tokens`
-    need. limits: the most tokens of a sequence in each cache. UserError if memory is short."""
+    need. limits: the most tokens of a sequence in each cache. UserError if there is too little
+    memory."""
     device = torch.device(specs[0].device)
     block_bytes = sum(spec.bytes(BLOCK_SIZE) for spec in specs)
     if options.kv_memory is None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 Message = dict[str, Any]  # {"role": …, "content": …}
-Show = Callable[[str, str], None]  # called with a piece of text and the origin of its last token
+Show = Callable[[str, str], None]  # is called with a piece of text and its last token's origin
 
 
 class RoundStats(NamedTuple):
@@ -48,10 +48,10 @@ class Request:
     # or bonus (at the end of a round in which every draft was accepted).
     origins: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)  # of the new tokens, if asked for
-    # Of the prompt's tokens from the second on, if asked for. Siblings share the list.
+    # For the prompt's tokens from the second on, if asked for. Siblings share the list.
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    sibling: Request | None = None  # this request waits until that one has read the same prompt
-    turn: float = 0.0  # the queue is ordered by turn, then by arrival (serve.py)
+    sibling: Request | None = None  # this request waits until its sibling has read their prompt
+    turn: float = 0.0  # the queue is ordered by turn, and then by arrival (serve.py)
     arrived: float = 0.0  # seconds, by time.perf_counter
     started: float = 0.0  # when the request was first admitted (batcher.py)
     num_preemptions: int = 0
@@ -59,7 +59,7 @@ class Request:
     compiled: LLMatcher | None = None  # the grammar, if it was compiled early
     grammar_state: GrammarState | None = None  # set while a runner has the request open
     error: str = ""  # why the output ended before its grammar did
-    is_cut: bool = False  # a token of `eos_token_ids` ended it where its grammar may not end
+    is_cut: bool = False  # an end-of-text token ended the output where its grammar may not end
     is_reply: bool = False  # the output answers a conversation instead of continuing the prompt
 
     def __post_init__(self) -> None:
@@ -88,7 +88,7 @@ class Request:
 
     @property
     def finish_reason(self) -> str:
-        """stop, length or error; empty while there are tokens to generate or to read. With a
+        """stop, length or error; empty while there are tokens left to read or generate. With a
         grammar, "stop" means that the grammar may end there. If a client's own end-of-text token
         cuts the output elsewhere, the reason is "length"."""
         if self.error:
@@ -109,8 +109,8 @@ class Request:
 
 
 class StopStrings:
-    """Cuts a stream of text before the stop string that is complete first. If several are complete
-    at the same character, it cuts before the longest."""
+    """Cuts a stream of text before the first complete stop string. If several become complete at
+    the same character, it cuts before the longest."""
 
     def __init__(self, stops: Sequence[str]):
         self.stops = tuple(stops)
@@ -143,7 +143,7 @@ class StopStrings:
 
 
 class Speculation(NamedTuple):
-    """How much drafts helped a request. speed_up: the measured speed over plain decoding."""
+    """How much drafts helped a request. speed_up: measured, relative to plain decoding."""
 
     acceptance: float | None = None
     tokens_per_round: float | None = None
@@ -172,13 +172,13 @@ class Result:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """The speed after the first round; None if every token came in that round."""
+        """The speed after the first round; None if all tokens came in that round."""
         seconds = self.seconds - self.seconds_to_first_token
         return (len(self.tokens) - self.num_first_tokens) / seconds if seconds > 0 else None
 
 
 class OutputStream:
-    """One request's output as it grows: whole characters, cut before a stop string."""
+    """One request's output as it grows, in whole characters and cut before a stop string."""
 
     def __init__(
         self,
@@ -191,7 +191,7 @@ class OutputStream:
         self.request = request
         self.show = show
         self.result = Result(prompt, list(request.tokens), request.settings.seed, index=index)
-        # A grammar sees every byte, even a first space, which some tokenizers drop.
+        # A grammar sees every byte, including a leading space, which some tokenizers drop.
         continues = not request.is_reply or request.settings.follows is not None
         self.decoder = tokenizer.incremental_decoder(continues)
         self.stops = StopStrings(request.settings.stop)
@@ -225,7 +225,8 @@ class OutputStream:
                 self.show(piece, self.origin)
 
     def finish(self, reason: str = "") -> Result:
-        """Show the rest of the text -> the result. reason: why the request was cancelled, if so."""
+        """Show the rest of the text -> the result. reason: why the request was cancelled, if it
+        was."""
         rest = self.stops.feed(self.decoder.finish())
         rest += self.stops.held  # no more text can complete a stop string
         self.stops.held = ""

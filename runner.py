@@ -1,10 +1,10 @@
 """The model runner: one pass of the target for prompt chunks, decoding and verification.
 
-A *step* is one pass of the target. A request's *pending* tokens are those that the target's cache
-lacks. In a step a request reads a *chunk* of them and draws nothing, or it has a *round*: it reads
-them all, verifies its drafts, if it has any, and draws the next token. Both are a
-`ScheduledRequest`, so prefill, re-reading after preemption, a prefix hit, decoding and verification
-are one path, in any mix:
+A *step* is one pass of the target. A request's *pending* tokens are those that are not yet in the
+target's cache. In a step, a request either reads a *chunk* of them and draws nothing, or it has a
+*round*: it reads all of them, verifies its drafts, if it has any, and draws the next token. Both
+are described by a `ScheduledRequest`. So prefill, reading again after preemption, a prefix hit,
+decoding and verification share one code path, and a step can mix them:
 
                        num_tokens   num_drafts   samples
     chunk of a prompt      512           0        False
@@ -12,12 +12,13 @@ are one path, in any mix:
     plain decoding           1           0        True
     verification             1           4        True       4 drafts and the last token: 5 rows
 
-`schedule` plans, `fits` asks both caches, `step` runs. Plans store nothing. After a round only the
-last token of the text is pending, until the request is preempted; a drafter's cache may lack more.
+`schedule` plans a request's part of a step, `fits` asks both caches whether there is room for the
+step, and `step` runs it. Planning stores nothing. After a round, only the last token of the
+sequence is pending, until the request is preempted. A drafter's cache may lack more tokens.
 
     B requests of a round · k the largest number of drafts in it · V vocabulary · T tokens of a step
-    R rows of logits: first those of rounds, one for each draft and one more for each request; then
-    those that give the log-probabilities of a prompt's tokens (at most a step's budget)
+    R rows of logits: first those of rounds, one per draft and one more per request; then those for
+    the log-probabilities of the prompts' tokens (at most a step's budget)
 """
 
 from __future__ import annotations
@@ -42,17 +43,17 @@ from request import Request, RoundStats, Speculation
 from sampling import NotFinite, TokenLogprob, check_finite, check_tokens, token_logprobs
 from speculative import Drawing, Proposal, Round
 
-MAX_LAG = 8  # a round in which a drafter has more tokens of the text to read is not measured
+MAX_LAG = 8  # if a drafter has more tokens than this to catch up on, the round is not measured
 
 
 class ScheduledRequest(NamedTuple):
     """What a request does in one step."""
 
     request: Request
-    start: int  # tokens of its text that the target's cache has
+    start: int  # how many of its tokens are in the target's cache
     num_tokens: int  # pending tokens that the target computes
-    num_drafts: int = 0  # drafts that it verifies
-    samples: bool = True  # False: a chunk, nothing is drawn
+    num_drafts: int = 0  # drafts to verify
+    samples: bool = True  # False: a chunk, so no token is drawn
     # Its rows in the tensors of the step, which `with_rows` counts:
     tokens: range = range(0)  # in the pass: its pending tokens, then its drafts
     logits: range = range(0)  # in the logits: after its last pending token, and after each draft
@@ -60,12 +61,12 @@ class ScheduledRequest(NamedTuple):
 
     @property
     def num_new_tokens(self) -> int:
-        """Its rows in the target's pass, which its cache stores."""
+        """How many tokens of the target's pass are this request's. The cache stores them all."""
         return self.num_tokens + self.num_drafts
 
     @property
     def stop(self) -> int:
-        """Tokens of its text that the target has read after the step."""
+        """How many of its tokens the target has read after the step."""
         return self.start + self.num_tokens
 
     @property
@@ -74,14 +75,15 @@ class ScheduledRequest(NamedTuple):
 
     @property
     def num_scores(self) -> int:
-        """How many of its tokens come before a token of the prompt whose logprob is asked for."""
+        """How many of the computed tokens give the log-probability of the prompt's next token, if
+        prompt_logprobs are asked for."""
         if self.request.settings.prompt_logprobs is None:
             return 0
         return max(0, min(self.stop, self.request.num_prompt_tokens - 1) - self.start)
 
 
 def consecutive(sizes: Iterable[int], start: int = 0) -> list[range]:
-    """Ranges of these sizes, one after the other."""
+    """Adjacent ranges of these sizes."""
     ranges = []
     for size in sizes:
         ranges.append(range(start, start + size))
@@ -90,7 +92,7 @@ def consecutive(sizes: Iterable[int], start: int = 0) -> list[range]:
 
 
 def with_rows(scheduled: Sequence[ScheduledRequest]) -> list[ScheduledRequest]:
-    """Give each plan of a step its rows. The logits of all rounds come before those of prompts."""
+    """Fill in each item's rows. The logits of all rounds come before those of prompts."""
     tokens = consecutive(item.num_new_tokens for item in scheduled)
     logits = consecutive(item.num_logits for item in scheduled)
     scores = consecutive((item.num_scores for item in scheduled), start=logits[-1].stop)
@@ -109,7 +111,7 @@ class Drawn(NamedTuple):
 
 @contextmanager
 def named_as_draft() -> Iterator[None]:
-    """NotFinite, raised in this block, names the draft as the model at fault."""
+    """If this block raises NotFinite, the error names the draft as the model at fault."""
     try:
         yield
     except NotFinite:
@@ -117,9 +119,10 @@ def named_as_draft() -> Iterator[None]:
 
 
 class ModelRunner:
-    """A target, its cache and perhaps a drafter, for all requests that are decoded together.
+    """A target, its cache and, optionally, a drafter, for all requests that are decoded together.
 
-    budget: the most work of a step, in tokens (`work`). grammars: None if no request has a grammar.
+    budget: the most work in a step, in tokens (see `work`). grammars: None if no request has a
+    grammar.
     """
 
     def __init__(
@@ -139,7 +142,7 @@ class ModelRunner:
         self.budget = budget
         self.grammars = grammars
         self.auto_gamma = AutoGamma()
-        self.next_gamma = 0  # drafts of the next round, for requests that do not fix their number
+        self.next_gamma = 0  # γ of the next round, for requests that leave it to auto
 
     # ---- Requests
 
@@ -147,8 +150,8 @@ class ModelRunner:
         """Open a request in the target's cache. CacheFull is raised before anything has changed."""
         may_find = request.tokens
         if request.settings.prompt_logprobs is not None:
-            # A token that the cache finds is not computed, so it gives no logprob of the next one.
-            may_find = may_find[: len(request.prompt_logprobs) + 1]  # those that are there already
+            # A token found in the cache is not computed, so it gives no logprob for the next one.
+            may_find = may_find[: len(request.prompt_logprobs) + 1]  # these have logprobs
         request.seq, _ = self.cache.open(may_find)
         if request.settings.follows is not None:
             try:
@@ -164,7 +167,7 @@ class ModelRunner:
         request.eos_token_ids = {*request.eos_token_ids, *self.grammars.eos_token_ids}
 
     def close(self, request: Request) -> None:
-        """Free what `open` took. A request that is not open stays as it is."""
+        """Free what `open` took. Does nothing to a request that is not open."""
         if request.seq is not None:
             self.cache.free(request.seq)
             request.seq = None
@@ -172,59 +175,58 @@ class ModelRunner:
         request.grammar_state = None
 
     def num_pending(self, request: Request) -> int:
-        """How many tokens of the text the target's cache lacks."""
+        """How many of the request's tokens are not in the target's cache."""
         return len(request.tokens) - self.cache.length(request.seq)
 
     def report(self, request: Request) -> Speculation | None:
-        """What drafts were worth to a text; None without a drafter."""
+        """How much the drafts helped a request; None without a drafter."""
         return self.auto_gamma.report(request) if self.has_drafter else None
 
-    # ---- Plans: they store nothing
+    # ---- Planning: nothing is stored
 
     def round_size(self, request: Request) -> int:
-        """How many tokens each step reserves for this request: the last token of its text, and its
-        drafts, if their number is fixed. (Otherwise drafts take what is left.)"""
+        """How many tokens each step reserves for this request: one for its last token and, if γ is
+        fixed, one for each draft. (With γ auto, drafts take what is left of the budget.)"""
         if not self.has_drafter:
             return 1
         return 1 + (request.settings.gamma or 0)
 
     def schedule(self, request: Request, budget: int | None = None) -> ScheduledRequest:
-        """What a request does next, with at most `budget` of work: a round, or a chunk."""
+        """Plan a request's next round or chunk, with at most `budget` of work."""
         if budget is None:
             budget = self.budget
         start = self.cache.length(request.seq)
         num_pending = self.num_pending(request)
-        whole = ScheduledRequest(request, start, num_pending)
-        left = budget - self.work(whole)
-        num_drafts = self._num_drafts(request, left)
-        whole = whole._replace(num_drafts=num_drafts)
+        pending = ScheduledRequest(request, start, num_pending)
+        num_drafts = self._num_drafts(request, left=budget - self.work(pending))
+        whole_round = pending._replace(num_drafts=num_drafts)
         # A drafter in the target's cache needs the keys and values of all but the last token.
         can_draft = num_pending == 1 or not self.drafter.shares_target_cache
-        if self.work(whole) <= budget and (can_draft or num_drafts == 0):
-            return whole
+        if self.work(whole_round) <= budget and (can_draft or num_drafts == 0):
+            return whole_round
         # A chunk leaves the last token for the round. If only that token is pending, the chunk is
         # empty, and the batcher drops it.
         num_tokens = min(self._longest_chunk(start, budget), num_pending - 1)
         return ScheduledRequest(request, start, num_tokens, samples=False)
 
     def work(self, item: ScheduledRequest) -> int:
-        """What it takes of a step's budget: 1 for the first token and for each draft, which are
-        reserved for it, and the price of each other token."""
+        """How much of a step's budget an item takes: 1 for the first token and 1 for each draft, as
+        reserved by `round_size`, and `Llama.price` for each other token."""
         return 1 + item.num_drafts + (item.num_tokens - 1) * self.target.price(item.start)
 
     def _longest_chunk(self, start: int, budget: int) -> int:
-        """The most tokens after `start` whose work is at most `budget`."""
+        """The most tokens from `start` on that fit into `budget`."""
         return 1 + (budget - 1) // self.target.price(start)
 
     def _num_drafts(self, request: Request, left: int) -> int:
-        """γ of the next round. left: of the budget, after the pending tokens."""
+        """γ of the next round. left: the part of the budget that the pending tokens leave."""
         if not self.has_drafter:
             return 0
         gamma = request.settings.gamma
         if gamma is None:
             gamma = min(self.next_gamma, left)
-        # Otherwise it is fixed, and ignores `left`: it must not depend on the texts beside it.
-        most = min(request.num_remaining, self.budget) - 1  # a round makes one token more
+        # A fixed γ ignores `left`, because it must not depend on the other requests of the step.
+        most = min(request.num_remaining, self.budget) - 1  # a round adds one more token
         gamma = min(gamma, most)
         return self.drafter.most(request, gamma) if gamma > 0 else 0
 
@@ -241,19 +243,17 @@ class ModelRunner:
     def step(self, scheduled: Sequence[ScheduledRequest]) -> dict[Request, list[int]]:
         """Run the plans -> the new tokens of each request that had a round. If the step fails, or
         is interrupted, its requests are closed."""
+        scheduled = with_rows(scheduled)
         try:
-            return self._step(scheduled)
+            with self._timed(scheduled):
+                return self._step(scheduled)
         except BaseException:  # Ctrl-C, too
             for item in scheduled:
                 self.close(item.request)
             raise
 
     def _step(self, scheduled: Sequence[ScheduledRequest]) -> dict[Request, list[int]]:
-        scheduled = with_rows(scheduled)
         rounds = [item for item in scheduled if item.samples]
-        is_typical = self._is_typical(scheduled)
-        num_graphs = len(live_graphs)
-        start = time.perf_counter()
         features = None
         if self.drafter.feature_layers:
             T = scheduled[-1].tokens.stop
@@ -269,17 +269,22 @@ class ModelRunner:
         self.drafter.learn(scheduled, features)
         for item in scheduled:
             self.cache.commit(item.request.seq, item.request.tokens)
-        if self.has_drafter and rounds:
-            seconds = time.perf_counter() - start  # `run_rounds` has waited for the device
-            if len(live_graphs) > num_graphs:  # this step recorded what later ones replay
-                is_typical = False
-            self._choose_gamma(rounds, seconds, is_typical)
         return new_tokens
 
-    def _choose_gamma(
-        self, rounds: Sequence[ScheduledRequest], seconds: float, is_typical: bool
-    ) -> None:
-        """Choose γ of the next step, from what this one took and made."""
+    @contextmanager
+    def _timed(self, scheduled: Sequence[ScheduledRequest]) -> Iterator[None]:
+        """Choose γ of the next step, from the time of the step in this block and its drafts."""
+        rounds = [item for item in scheduled if item.samples]
+        if not rounds or not self.has_drafter:
+            yield
+            return
+        is_typical = self._is_typical(scheduled)
+        num_graphs = len(live_graphs)
+        start = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - start  # the step has waited for the device
+        if len(live_graphs) > num_graphs:  # it recorded what later ones replay
+            is_typical = False
         # All processes must choose the same.
         nanoseconds, is_typical = self.target.group.agree([int(1e9 * seconds), is_typical])
         if is_typical:
@@ -289,8 +294,8 @@ class ModelRunner:
         self.next_gamma = self.auto_gamma.choose(len(rounds))
 
     def _is_typical(self, scheduled: Sequence[ScheduledRequest]) -> bool:
-        """Whether a step's time is only that of its rounds: no request has its first round or reads
-        more than its last token, and no drafter has more than MAX_LAG tokens to read."""
+        """Whether a step took time only for its rounds: no request has its first round or reads
+        more than its last token, and the drafter has at most MAX_LAG tokens to read for each."""
         for item in scheduled:
             if not item.request.rounds or item.num_tokens > 1:
                 return False
@@ -301,8 +306,8 @@ class ModelRunner:
     def run_rounds(
         self, scheduled: Sequence[ScheduledRequest], features: Features | None
     ) -> list[Drawn]:
-        """Run the passes of a step: the drafter's, and the target's, which fills `features`.
-        Returns what each round drew, and records the prompts' log-probabilities."""
+        """Run the passes of a step: the drafter's, and then the target's, which fills `features`.
+        Return what each round drew, and record the prompts' log-probabilities."""
         rounds = [item for item in scheduled if item.samples]
         requests = [item.request for item in rounds]
         num_drafts = [item.num_drafts for item in rounds]
@@ -310,7 +315,7 @@ class ModelRunner:
         has_drafts = any(round.num_drafts)
         with named_as_draft():
             proposal = self.drafter.propose(round) if has_drafts else round.no_drafts()
-        if round.masks is not None:  # begin to fill the grammars' masks for the rows of the drafts
+        if round.masks is not None:  # start filling the grammars' masks for the rows after drafts
             round.masks.push_all(proposal.tokens.T.tolist())
         logits = self._run_target(scheduled, rounds, proposal, features)
         self._record_prompts(scheduled, logits)
@@ -318,7 +323,7 @@ class ModelRunner:
             return []
         asks = any(request.settings.logprobs is not None for request in requests)
         unmasked = logits
-        if asks and round.masks is not None:  # the masks of grammars are applied in place
+        if asks and round.masks is not None:  # masks are applied in place
             unmasked = logits.clone()
         p = self._probabilities(rounds, round, logits, proposal.tokens)
         if has_drafts:
@@ -354,11 +359,12 @@ class ModelRunner:
         proposal: Proposal,
         features: Features | None,
     ) -> Tensor:
-        """The target's pass, which fills `features` -> its logits [R, ≥ V], in the order of
+        """Run the target's pass, which fills `features` -> its logits [R, ≥ V], in the order of
         `with_rows`.
 
-        Only the device has the drafted tokens. So the host writes 0 for each, and the device fills
-        these holes. The last pending token of a round and each of its drafts give logits.
+        Only the device has the drafted token ids. So the host writes a 0 in place of each draft,
+        and the device fills them in. The last pending token of a round and each of its drafts give
+        logits.
         """
         to_store = []  # (sequence, its tokens)
         for item in scheduled:
@@ -367,7 +373,7 @@ class ModelRunner:
         k = proposal.tokens.shape[1]
         logits_indices: list[int] = []
         holes: list[int] = []  # where drafts belong in the pass
-        drafts: list[int] = []  # which ones, of the proposal's [B · k]
+        drafts: list[int] = []  # their indices in the flattened proposal, [B · k]
         for b, item in enumerate(rounds):
             logits_indices += item.tokens[item.num_tokens - 1 :]
             holes += item.tokens[item.num_tokens :]
@@ -377,10 +383,10 @@ class ModelRunner:
         device = self.target.device
         tokens = send([token for _, new in to_store for token in new], device)
         if holes:
-            # −1 stands for a draft whose logits were not finite: `check_tokens` raises later.
+            # A draft is −1 if its logits were not finite; `check_tokens` raises later.
             proposed = proposal.tokens.flatten().clamp(min=0)
             tokens[send(holes, device)] = proposed[send(drafts, device)]
-        wanted = None  # the logits of all tokens
+        wanted = None  # all tokens give logits
         if logits_indices != [*range(len(tokens))]:
             wanted = send(logits_indices, device)
         return self.target(tokens, self.cache.extend(to_store), wanted, features)
@@ -388,11 +394,11 @@ class ModelRunner:
     def _probabilities(
         self, rounds: Sequence[ScheduledRequest], round: Round, logits: Tensor, drafted: Tensor
     ) -> Tensor:
-        """The logits of `_run_target` -> the target's distributions, float[B, k + 1, V], with zeros
-        for the drafts that a request does not have."""
+        """The logits of `_run_target` -> the target's distributions, float[B, k + 1, V]. Rows
+        beyond a request's own drafts are zero."""
         counts = [item.num_logits for item in rounds]
         owners: list[int] = []  # the request of each row
-        depths: list[int] = []  # the drafts before it
+        depths: list[int] = []  # how many drafts come before each row
         for b, count in enumerate(counts):
             owners += [b] * count
             depths += range(count)
@@ -403,8 +409,8 @@ class ModelRunner:
         return probs.unflatten(0, (-1, round.width))
 
     def _drawn(self, item: ScheduledRequest, tokens: list[int], logits: Tensor) -> Drawn:
-        """Add the log-probabilities of the tokens, if they are asked for. A draft, or its
-        correction, has the row that verified it."""
+        """Add the tokens' log-probabilities, if they are asked for. For a draft or its correction,
+        they come from the row that verified it."""
         num_top = item.request.settings.logprobs
         if num_top is None:
             return Drawn(tokens)
@@ -412,7 +418,7 @@ class ModelRunner:
         return Drawn(tokens, token_logprobs(rows, tokens, num_top))
 
     def _record_prompts(self, scheduled: Sequence[ScheduledRequest], logits: Tensor) -> None:
-        """Enter the log-probabilities of prompts' tokens, where they are asked for."""
+        """Store the log-probabilities of prompts' tokens, where they are asked for."""
         for item in scheduled:
             if item.num_scores:
                 request = item.request
@@ -425,8 +431,9 @@ class ModelRunner:
                 request.prompt_logprobs[start:stop] = records
 
     def _finish(self, request: Request, new: list[int], stats: RoundStats) -> list[int]:
-        """Append what a round made to the text, up to an end-of-text. Returns the new tokens."""
-        del new[request.num_remaining :]  # max_tokens of 0: one was drawn all the same
+        """Append a round's tokens to the request, up to an end-of-text token. Return the new
+        tokens."""
+        del new[request.num_remaining :]  # if max_tokens is 0, a token was drawn anyway
         for i, token in enumerate(new):
             if token in request.eos_token_ids:
                 del new[i + 1 :]
@@ -445,15 +452,15 @@ class ModelRunner:
         return new
 
     def _settle_grammar(self, request: Request, new: list[int]) -> None:
-        """Let the grammar follow what a round made; it may end the text."""
+        """Advance the grammar by a round's tokens. The grammar may end the output."""
         state = request.grammar_state
         if request.finish_reason == "stop" and new[-1] not in self.grammars.eos_token_ids:
-            state.settle(new[:-1])  # the last token is the client's own end, which nobody sees
+            state.settle(new[:-1])  # the last token is the client's own end, which is not shown
             request.is_cut = not state.may_end
         else:
             state.settle(new)
         if self.target.group.agree(state.has_failed):  # each process has a clock of its own
             request.error = (
                 "its grammar allows no token of this model here, or takes too much work for a "
-                "mask: simplify it"
+                "mask: simplify the grammar"
             )

@@ -144,7 +144,7 @@ def keep_top(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     mass = ordered.cumsum(-1)
     total = mass[:, -1:]
     mass_before = F.pad(mass[:, :-1], (1, 0))  # the mass of all more probable tokens
-    is_top_p = (mass_before < top_p * total) | (top_p >= 1)
+    is_top_p = (mass_before < top_p * total) | (top_p >= 1)  # rounding might reach the total early
     ordered = torch.where(is_top_p, ordered, 0)
     kept = torch.zeros_like(probs).scatter_(-1, index, ordered)
     keeps_all = (top_k < 1) & (top_p >= 1)

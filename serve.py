@@ -2,7 +2,7 @@
 
     python serve.py --target 8B --draft 1B --port 8000     OpenAI's protocol, and a page at /
 
-Clients connect and disconnect at any time, and the batch waits for none of them: it runs one step
+Clients connect and disconnect at any time, but the batch never waits for them: it runs one step
 after the other. So there are two threads. The *engine thread* runs the batch, and no other thread
 touches the engine. The *event loop* (asyncio) serves all clients. They exchange two kinds of
 messages:
@@ -12,20 +12,20 @@ messages:
 
 So a new request joins the batch after at most one step, and a disconnected client's blocks are
 freed just as soon. An `Answer` holds all outputs that one client waits for. It merges new pieces of
-text with those that the client has not taken yet. So a slow client gets fewer, longer pieces,
-delays nobody, and only costs the memory of its own outputs.
+text with those that the client has not taken yet. So a slow client gets fewer, longer pieces, does
+not delay other clients, and costs only the memory of its own outputs.
 
 A client that sends many requests at once does not make the next client wait for all of them. A
 client's request n (from 0) gets the current turn plus n, and the batch admits earlier turns first.
-When a request of a later turn has its first token, that turn has come; after max_batch first tokens
-the next one has. So no request waits forever (start-time fair queueing).
+When a request with a later turn gets its first token, that turn becomes the current one. After
+max_batch first tokens, the next turn does. So no request waits forever (start-time fair queueing).
 
-An exception about one output (if it cannot be decoded, say) ends only that answer. An exception in
-a step ends the engine: every answer fails, and the event `failed` is set.
+An exception that concerns one output (if it cannot be decoded, say) ends only that answer. An
+exception in a step ends the engine: every answer fails, and the event `failed` is set.
 
 Invariants: a request is in `served` from the command that adds it until it is finished or
 cancelled. All open answers together have at most `capacity` requests, finished ones included.
-Cost: the event loop wakes up after each step that produced text for a streaming client.
+Cost: the event loop wakes up after each step that produces text for a streaming client.
 Not covered: several engines; several processes (parallel.py).
 
 HTTP, OpenAI's fields and the metrics are in app/.
@@ -186,11 +186,13 @@ class BatchServer:
             raise Unavailable(self.refusal)
         if self.num_texts + num_texts > self.capacity:
             raise QueueFull(
-                f"the server has {self.num_texts} texts and takes {self.capacity}: try again later"
+                f"the server has {self.num_texts} requests and accepts {self.capacity}: try again "
+                "later"
             )
 
     def submit(self, answer: Answer) -> None:
-        """Send the answer's requests to the batch. The caller must call `close` in any case."""
+        """Send the answer's requests to the batch. The caller must call `close` afterwards,
+        whatever happens."""
         self.check_room(len(answer.streams))
         self.num_texts += len(answer.streams)
         self.answers.add(answer)
@@ -203,7 +205,8 @@ class BatchServer:
             self.commands.put(partial(self._add, text, arrived, i))
 
     def close(self, answer: Answer) -> None:
-        """The client has everything, or has gone. Cancel the requests that are unfinished."""
+        """The client has all outputs or has disconnected. Cancel the requests that are
+        unfinished."""
         if answer not in self.answers:
             return
         self.answers.remove(answer)
@@ -279,7 +282,7 @@ class BatchServer:
         results = {}
         for request, tokens in new_tokens.items():
             text = self.served[request]
-            if not text.stream.result.tokens:  # these are its first
+            if not text.stream.result.tokens:  # these are its first tokens
                 self.turn = max(self.turn + 1 / self.engine.batcher.max_batch, request.turn)
             update = self._feed(text, tokens)
             if update is not None:
@@ -298,7 +301,7 @@ class BatchServer:
             stream.feed(tokens)
             if stream.is_done:
                 result = self.engine.finish(stream)
-        except Exception as error:  # it only concerns this request
+        except Exception as error:  # concerns only this request
             self._cancel([stream.request])
             return error
         if result is not None:
@@ -343,7 +346,7 @@ class BatchServer:
 
 
 def reply(future: Future[T], question: Callable[[], T]) -> None:
-    if not future.set_running_or_notify_cancel():  # the caller has gone
+    if not future.set_running_or_notify_cancel():  # the caller no longer waits
         return
     try:
         future.set_result(question())

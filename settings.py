@@ -1,10 +1,10 @@
-"""Settings of a request: how its tokens are drawn, how many, where the output stops, and which
-grammar it follows. Options of an engine, which apply to all its requests.
+"""Settings of a request: how its tokens are drawn, how many there are, where the output stops, and
+which grammar it follows. Options of an engine, which apply to all its requests.
 
 Each is declared once, as a field of `Settings` or `Options`, with its name, type and default, the
-rule for its value, and its help. The same rules apply to a Python caller, a flag (app/flags.py), a
-JSON line and a client of the server. A sampling setting also needs code in sampling.py. Nothing
-slow is imported here, so that a mistake in a command is reported at once.
+rule for its value, and its help text. The same rules apply to a Python caller, a flag
+(app/flags.py), a JSON line and a client of the server. A sampling setting also needs code in
+sampling.py. Nothing slow is imported here, so that a mistake in a command is reported at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_LOGPROBS = 20  # how many of the most probable tokens may be reported
 MAX_GRAMMAR = 2**17  # characters of a schema, regex, choice or grammar
 LEAST_TOP_P = 1e-300  # keeps only the most probable token, and does not underflow to 0 in products
 VERIFY = ("block", "token", "coupled")  # how drafts are verified
-NOTATIONS = ("schema", "regex", "choice", "grammar")  # names of settings; grammar: in Lark
+NOTATIONS = ("schema", "regex", "choice", "grammar")  # names of settings; grammar is in Lark
 
 
 # ---- Rules ---------------------------------------------------------------------------------------
@@ -40,7 +40,8 @@ def refuse_value(name: str, value: Any, rule: str) -> NoReturn:
 
 
 def within(low: float, high: float, words: str, kind: type = float) -> Rule:
-    """words: the range, as an error describes it. kind int: a whole number; 3.0 is accepted."""
+    """A number in a range. words: the range, as an error describes it. kind: int means a whole
+    number, and 3.0 is accepted as 3."""
     rule = f"a whole number {words}" if kind is int else words
 
     def read(name: str, value: Any) -> float:
@@ -59,7 +60,7 @@ def check_whole(name: str, value: Any, low: int, high: int | None, more: str = "
 
 
 def one_of(*words: str) -> Rule:
-    """One of these words. For a word such as "8", the number 8 is accepted, too."""
+    """One of these words. For a word such as "8", the number 8 is also accepted."""
 
     def read(name: str, value: Any) -> str:
         if str(value) not in words:
@@ -132,7 +133,7 @@ def biases(name: str, value: Any) -> dict[int, float]:
 
 
 def num_drafts(name: str, value: Any) -> int | None:
-    """None means auto: gamma.py chooses."""
+    """auto becomes None, which means that gamma.py chooses."""
     if value == "auto":
         return None
     return within(0, math.inf, "of at least 0 or auto", int)(name, value)
@@ -142,9 +143,9 @@ def num_drafts(name: str, value: Any) -> int | None:
 
 
 def checked(default: Any, rule: Rule, help: str, **more: Any) -> Any:
-    """A field. A default of None means unset, and is not checked. help: the help of its flag. more:
-    a sampling setting has neutral, the value that changes nothing. is_penalty: it is one of
-    `sampling.penalize`, otherwise of `sampling.probabilities`."""
+    """A field. A default of None means unset, and is not checked. help: the help text of its flag.
+    more: a sampling setting has `neutral`, the value that has no effect. is_penalty: it is one
+    of `sampling.penalize`, otherwise of `sampling.probabilities`."""
     return field(default=default, metadata=dict(rule=rule, help=help, **more))
 
 
@@ -166,29 +167,32 @@ class Checked:
 @dataclass(frozen=True)
 class Settings(Checked):
     """How one output is generated. For a sampling setting, None means the value that the model's
-    makers recommend; for the seed, a random one (`loading.Model.complete`)."""
+    makers recommend; for the seed, None means a random one (`loading.Model.complete`)."""
 
     temperature: float | None = checked(
         None,
         within(0, 1e30, "from 0 (always the most probable token) to 1e30"),
-        "0: always the most probable token (default: as the model recommends; where it recommends "
-        "nothing 0, in a chat 0.7, with --top-k, --top-p or --min-p 1)",
+        "0 always picks the most probable token (default: what the model recommends; otherwise 0, "
+        "or 0.7 in a chat, or 1 with --top-k, --top-p or --min-p)",
         neutral=1.0,
     )
     _: KW_ONLY
     top_k: int | None = checked(
         None,
         within(0, 2**31, "from 0 (keeps all) to 2^31", int),
-        "keep the k most probable",
+        "keep only the k most probable tokens",
         neutral=0,
     )
     top_p: float | None = checked(
-        None, top_share, "keep the fewest holding this share", neutral=1.0
+        None,
+        top_share,
+        "keep the fewest tokens whose probabilities add up to this",
+        neutral=1.0,
     )
     min_p: float | None = checked(
         None,
         within(0, 1, "between 0 (keeps all) and 1"),
-        "keep this share of the largest",
+        "keep tokens with at least this share of the largest probability",
         neutral=0.0,
     )
     repetition_penalty: float | None = checked(
@@ -229,55 +233,59 @@ class Settings(Checked):
     seed: int | None = checked(
         None,
         within(-(2**63), 2**63 - 1, "from -2^63 to 2^63 - 1", int),
-        "the same seed gives the same output; unset: a random one, which is printed",
+        "the same seed gives the same output (default: a random seed, which is printed)",
     )
     max_tokens: int = checked(
         512,
         within(0, math.inf, "of at least 0", int),
-        "the most new tokens (default %(default)s); 0: only the prompt is read",
+        "generate at most this many tokens (default %(default)s); 0 only reads the prompt",
     )
-    stop: tuple[str, ...] = checked((), list_of_texts, "end before this text; may be repeated")
+    stop: tuple[str, ...] = checked((), list_of_texts, "stop before this text; may be repeated")
     gamma: int | None = checked(
         None,
         num_drafts,
-        "tokens drafted a round, or auto (default): what pays best by the clock, 0 too",
+        "how many tokens to draft per round; auto (default) measures which number is fastest, "
+        "including 0",
     )
     logprobs: int | None = checked(
         None,
         within(0, MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}", int),
-        "in JSON: ln p of each token, and of this many of the most probable (before filters)",
+        "add to the JSON output ln p of each token and of this many of the most probable tokens "
+        "(before filters)",
     )
     prompt_logprobs: int | None = checked(
         None,
         within(0, MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}", int),
-        "in JSON: the same for the prompt's tokens from the second on (--max-tokens 0: only for "
-        "these)",
+        "the same for the prompt's tokens from the second on (with --max-tokens 0, only for these)",
     )
     special: bool = checked(
         False,
         true_or_false,
-        "a raw prompt means the control tokens that it spells (default: they are text)",
+        "read control tokens in a raw prompt as such tokens (default: as text)",
     )
     thinking: bool | None = checked(
         None,
         true_or_false,
-        "whether to think first, for chat templates that ask (Qwen 3; default: the template's)",
+        "whether the model thinks first, for chat templates with this switch, such as Qwen 3's "
+        "(default: the template's)",
     )
     schema: str | None = checked(
         None,
         json_schema,
-        'a JSON schema: a file, - for standard input, or in place: {"type": …}',
+        'a JSON schema: a file, - for standard input, or the schema itself: {"type": …}',
     )
-    regex: str | None = checked(None, unicode_text, "a regular expression for the whole text")
-    choice: tuple[str, ...] | None = checked(None, choices, "one of these texts; to be repeated")
-    grammar: str | None = checked(None, unicode_text, "a file with a grammar in Lark")
+    regex: str | None = checked(None, unicode_text, "a regular expression for the whole output")
+    choice: tuple[str, ...] | None = checked(
+        None, choices, "the output is one of these texts; repeat the flag for each"
+    )
+    grammar: str | None = checked(None, unicode_text, "a file with a Lark grammar")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         grammars = self.grammars()
         if len(grammars) > 1:
             given = " and ".join(grammar.notation for grammar in grammars)
-            raise UserError(f"{given} are given: a text follows one of them")
+            raise UserError(f"{given} are given: an output can follow only one of them")
         for grammar in grammars:
             grammar.check_size()
         min_tokens = self.min_tokens or 0
@@ -318,56 +326,61 @@ class Options(Checked):
     max_len: int | None = checked(
         None,
         within(2, math.inf, "of at least 2", int),
-        "prompt and answer, at most (default: as memory allows, up to the model's limit)",
+        "the most tokens of prompt and output together (default: as many as memory allows, up to "
+        "the model's limit)",
     )
     max_batch: int = checked(
         16,
         within(1, math.inf, "of at least 1", int),
-        "the most requests at a time (default %(default)s)",
+        "run at most this many requests at a time (default %(default)s)",
     )
     verify: str = checked(
         "block",
         one_of(*VERIFY),
-        "drafts as a block (default), which accepts the most; token by token; or coupled (default "
-        "with --seed, unless --gamma is a number): only target and seed decide the output",
+        "how to verify drafts: block (default) accepts the most; token goes one by one; with "
+        "coupled (default with --seed, unless --gamma is a number) the output depends only on "
+        "the target and the seed",
     )
     use_cache: bool = checked(
         True,
         true_or_false,
-        "--no-cache: run generate.py's plain_loop, which computes everything again for each token",
+        "--no-cache runs generate.py's plain_loop, which reads the whole text again for each token",
     )
     kv: str = checked(
         "paged",
         one_of("paged", "contiguous"),
-        "keys and values in blocks, on demand (paged, default), or in reserved rows (contiguous)",
+        "store keys and values in blocks, allocated on demand (paged, default), or in reserved "
+        "rows (contiguous)",
     )
     kv_bits: str = checked(
         "16",
         one_of("16", "8", "4", "8/4"),
-        "keep keys and values in 8 or 4 bits, or keys in 8 and values in 4 (8/4; default 16)",
+        "store keys and values in 16 (default), 8 or 4 bits, or keys in 8 and values in 4 (8/4)",
     )
     kv_memory: float | None = checked(
         None,
         within(0, math.inf, "a share of free memory, or bytes"),
-        "for keys and values: bytes, or, up to 1, a share of what is free (default: what the texts "
-        "may need, at most 80 %% of what is free)",
+        "memory for keys and values: bytes or, up to 1, a share of the free memory (default: what "
+        "the requests may need, at most 80 %% of the free memory)",
     )
     prefix_caching: bool = checked(
         True,
         true_or_false,
-        "--no-prefix-cache: read every prompt from its beginning, also where another began alike",
+        "--no-prefix-cache reads every prompt from its beginning, even if another prompt began the "
+        "same way",
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kv == "contiguous" and self.kv_memory is not None:
             raise UserError(
-                "kv_memory is for the paged cache: a contiguous one has max_batch rows of max_len"
+                "kv_memory is for the paged cache, and a contiguous one has max_batch rows of "
+                "max_len tokens: leave kv_memory out, or choose the paged cache"
             )
 
 
 def sampling_settings(is_penalty: bool) -> dict[str, Any]:
-    """Each of them -> the value that changes nothing. None changes nothing, either."""
+    """Each of them -> the value that has no effect. None has no effect, either."""
     return {
         each.name: each.metadata["neutral"]
         for each in fields(Settings)
@@ -389,13 +402,13 @@ def settings_of(given: Mapping[str, Any], defaults: Settings) -> Settings:
     return replace(defaults, **chosen)
 
 
-def check_known(tokens: Sequence[int], vocab_size: int) -> None:
+def check_in_vocabulary(tokens: Sequence[int], vocab_size: int) -> None:
     """UserError if a token of the prompt is not in a vocabulary of this size."""
     for token in (min(tokens), max(tokens)):
         if not 0 <= token < vocab_size:
             raise UserError(
-                f"the prompt has token {token}, and the model has {vocab_size}, from 0 on: change "
-                "the prompt, or the chat template"
+                f"the prompt has token {token}, and the model has tokens 0 to {vocab_size - 1}: "
+                "change the prompt, or the chat template"
             )
 
 

@@ -257,7 +257,7 @@ def test_a_text_of_an_earlier_turn_is_tried_at_once():
 
 def test_request_that_could_never_be_served_is_refused_alone():
     batcher = make_batcher(blocks=5)
-    rule = "a prompt of 10 tokens and 12 to be made need a cache of 21 tokens, and it has 20"
+    rule = "a prompt of 10 tokens and 12 new ones need a cache of 21 tokens, and it has 20"
     with pytest.raises(UserError, match=rule):
         batcher.add(make_request(10, 12))
     fitting = make_request(10, 11)
@@ -274,7 +274,7 @@ def test_a_request_that_is_refused_leaves_the_batch_as_it_was():
     batcher = make_batcher()
     twice = make_request(3, 4)
     for says, *requests in (
-        ("in a batch already", twice, twice),
+        ("already in a batch", twice, twice),
         ("settings with a seed", make_request(3, 4), Request([1], Settings(max_tokens=2))),
         ("needs tokens", Request([], Settings(seed=1))),
         ("token -1", Request([1, -1], Settings(seed=1))),

@@ -305,8 +305,8 @@ AS_BLOCK = {
     ),
 }
 STEPS = {
-    "one token short": (Cache.commit, "len(tokens) - 1)", "len(tokens) - 2)"),
-    "a rejected draft stays": (Cache.commit, "len(tokens) - 1)", "len(tokens))"),
+    "one token short": (Cache.commit, "len(text) - 1)", "len(text) - 2)"),
+    "a rejected draft stays": (Cache.commit, "len(text) - 1)", "len(text))"),
     "only the draft is filtered (vllm-project/vllm#10198)": (
         ModelRunner._probabilities,
         "round.probabilities(logits[: len(owners)], owners, depths, drafted)",

@@ -259,13 +259,13 @@ def test_the_ends_of_a_text_are_those_of_three_files(
 def test_a_control_token_that_a_prompt_spells_is_told_and_read_if_asked_for(model, instruct):
     prompt = "a<|im_end|>b"
     settings = dict(max_tokens=1, seed=1)
-    with pytest.warns(UserWarning, match=r"spells the control token <\|im_end\|>.*--special"):
+    with pytest.warns(UserWarning, match=r"contains the control token <\|im_end\|>.*--special"):
         assert max(generate(prompt, model, **settings).prompt_tokens) < 256
     read = generate([prompt, "a"], model, special=True, **settings)
     assert [result.prompt_tokens for result in read] == [[97, 258, 98], [97]]
     chat = Model.load(instruct, "cpu")
     assert generate(prompt, chat, chat=False, special=True, **settings).prompt_tokens[1] == 258
-    for wrong, says in ((True, "special is about plain prompts"), ("yes", "special is 'yes'")):
+    for wrong, says in ((True, "special is for plain prompts"), ("yes", "special is 'yes'")):
         with pytest.raises(UserError, match=says):
             generate(prompt, chat, special=wrong)
 
@@ -377,7 +377,7 @@ def test_int4_copy_needs_a_folder_of_16_bits(model, base):
         generate(PROMPT, homeless, draft="self")
     for bits in (4, "nf4"):
         quantized = Model.load(base, "cpu", bits=bits)
-        with pytest.raises(UserError, match="the target's weights are .* already"):
+        with pytest.raises(UserError, match="the target's weights are already"):
             generate(PROMPT, quantized, draft="self")
 
 
@@ -449,7 +449,7 @@ def test_a_draft_that_is_stored_in_few_bits_stays_as_it_is(base, model, tmp_path
                 for name, tensor in draft.named_tensors().items():
                     assert torch.equal(tensor, stored[name].to(tensor.dtype)), name
             for asked, name in ((8, "INT8"), (4, "INT4"), ("nf4", "NF4")):
-                with pytest.raises(UserError, match=f"weights are INT8 already, and {name} is"):
+                with pytest.raises(UserError, match=f"weights are already INT8, and {name} is"):
                     generate(PROMPT, "no target", draft=folder, draft_bits=asked)
     (draft,) = load_draft(base, Model.load(small, "cpu", torch.float64)).models
     assert draft.config.quantization.bits == 8  # as the target is stored
@@ -607,10 +607,10 @@ def test_what_does_not_go_together_is_refused_before_memory_is_asked_for(model):
     for wrong, says in (
         (dict(kv="tree"), "kv is 'tree'"),
         (dict(kv="contiguous", kv_memory=0.5), "kv_memory is for the paged cache"),
-        (dict(use_cache=False, max_batch=2), "without a cache there are no drafts, no batch"),
+        (dict(use_cache=False, max_batch=2), "drafts, batches and cache options need a cache"),
         (dict(use_cache=False, kv_bits=8), "leave out --draft, --prompts, --kv, --kv-bits"),
-        (dict(use_cache=False, kv="contiguous"), "without a cache there are no drafts"),
-        (dict(use_cache=False, kv_memory=1e6), "without a cache there are no drafts"),
+        (dict(use_cache=False, kv="contiguous"), "drafts, batches and cache options need a cache"),
+        (dict(use_cache=False, kv_memory=1e6), "drafts, batches and cache options need a cache"),
         (dict(use_cache="no"), "use_cache is 'no': it must be true or false"),
         (dict(prefix_caching=None), "prefix_caching is None: it must be true or false"),
         (dict(max_len=50.5), "max_len is 50.5: it must be a whole number"),
@@ -764,7 +764,7 @@ def test_mistakes_of_python_callers_are_told_in_a_line(model):
     for said, prompt, given in (
         ("chat messages, .* need a chat template", message, {}),
         ("chat messages, .* need a chat template", 5, {}),
-        ("gamma is about drafted tokens", PROMPT, dict(gamma=2)),
+        ("gamma needs drafted tokens", PROMPT, dict(gamma=2)),
         ("chat is 0: it must be true or false", PROMPT, dict(chat=0)),
         (r"the name of a model is \[5\]: it must be a text", PROMPT, dict(draft=[5])),
         ("dtype is 'float32'; it must be None, torch.float32", PROMPT, dict(dtype="float32")),

@@ -432,7 +432,7 @@ class Contract:
                     store.write(1, self.on(slots[:past]), self.on(numbers))
             before = [part.cpu().clone() for store in stores for part in store.parts]
             cache = Cached(*stores, dtype, S)
-            metadata = AttentionMetadata(slices, S, cache).to(self.device)
+            metadata = AttentionMetadata(slices, S, cache, self.device)
             qkv = torch.randn(T, H + 2 * G, D).to(dtype)
             qkv[-1, H:] = 0  # all-zero groups, too
             rope = random_rope(T, D, dtype) if left else None
@@ -489,7 +489,7 @@ class Contract:
         def body(B, n, G, R, D, dtype, seed):
             torch.manual_seed(seed)
             qkv = torch.randn(B * n, (R + 2) * G, D).to(dtype)
-            metadata = AttentionMetadata.without_cache(B, n).to(self.device)
+            metadata = AttentionMetadata.without_cache(B, n, self.device)
             out = self.ops.attend(self.on(qkv), G, None, metadata, 0)
             for own_out, own in zip(out.split(n), qkv.split(n)):
                 q, k, v = own.split((R * G, G, G), 1)

@@ -218,6 +218,10 @@ def test_commit_keeps_the_text_without_its_last_token():
     cache.extend([(seq, [8])])
     cache.commit(seq, [5, 6, 7, 8, 9])
     assert cache.sequence(seq).tokens == [5, 6, 7, 8]
+    cache.truncate(seq, 1)  # and other tokens follow
+    cache.extend([(seq, [3, 0])])
+    cache.commit(seq, [5, 3, 4, 2])
+    assert cache.sequence(seq).tokens == [5, 3, 4]
 
 
 # ---- Bytes
@@ -251,7 +255,7 @@ def test_impossible_caches_are_refused():
         with pytest.raises(UserError, match="a cache of .* tokens: both must be at least 1"):
             KVCache(KVSpec(1, 1, 2), **(dict(max_len=3) | wrong))
     for dtype in (torch.int8, torch.bool):
-        with pytest.raises(UserError, match=f"a cache of {dtype} is not supported; use float64"):
+        with pytest.raises(UserError, match=f"a cache of {dtype} is not supported: use float64"):
             KVCache(KVSpec(1, 1, 2, dtype=dtype), 3)
     with pytest.raises(CacheFull, match="3 x 10{12} tokens needs 96000.0 GB, which cpu does not"):
         KVCache(KVSpec(1, 1, 4), 10**12, 3)

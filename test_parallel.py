@@ -446,7 +446,7 @@ on_linux = pytest.mark.skipif(
     not Path("/proc/self/task").exists(), reason="Linux's /proc has the children of a process"
 )
 FOREVER = json.dumps(dict(prompt="Once", max_tokens=900, stop="no such text"))
-NOBODY = "error: process 2 of 2 was killed, and so all end"
+NOBODY = "error: process 2 of 2 was killed, so all of them end"
 
 
 def shared_out(*flags: str) -> subprocess.Popen[str]:
@@ -473,7 +473,7 @@ def errors(said: str) -> list[str]:
     "lines, status, told",
     [
         ('{"prompt": 5}', 1, ["line 1 is left out: prompt is 5: it must be a text"]),
-        ("\udcff", 2, ["error: \\udcff has bytes that are no text here: write it in UTF-8"]),
+        ("\udcff", 2, ["error: \\udcff has bytes that are not valid text: write it in UTF-8"]),
     ],
 )
 def test_what_is_wrong_is_said_once_and_the_status_is_the_first_processes(lines, status, told):

@@ -228,7 +228,7 @@ def test_a_full_server_refuses_at_once_and_has_room_again():
     async def scenario(server: BatchServer) -> None:
         first, second = make_answer(*PROMPTS[:3], max_tokens=50), make_answer(*PROMPTS[:2])
         server.submit(first)
-        with pytest.raises(QueueFull, match="3 texts and takes 4"):
+        with pytest.raises(QueueFull, match="3 requests and accepts 4"):
             server.submit(second)
         assert server.num_texts == 3
         server.close(second)

@@ -40,7 +40,7 @@ def typed_line() -> str | None:
     while True:
         try:
             typed = input("> ")
-            typed.encode()  # UnicodeError for bytes that are no text here
+            typed.encode()  # UnicodeError for bytes that are not valid text
         except EOFError:
             return None
         except UnicodeError as error:
@@ -80,8 +80,8 @@ class Conversation:
         word, _, rest = typed.partition(" ")
         if word not in commands:
             raise UserError(
-                f"{word} is no command{nearest(word, commands)}: /help tells all; a message that "
-                "begins with / needs a space before it"
+                f"{word} is not a command{nearest(word, commands)}: /help lists all commands; a "
+                "message that begins with / needs a space before it"
             )
         commands[word](rest.strip())
 

@@ -1,8 +1,9 @@
 """The command line of generate.py: standard streams, files and chat. Its flags: flags.py.
 
-Text goes to standard output as it is made, messages to standard error. A user's mistake is one line
-and exit status 2 (shell.py). Ctrl-C ends all texts as they are, and their results are printed; a
-finished result is printed whole. A second Ctrl-C ends the program at once.
+Text goes to standard output as it is generated, and messages go to standard error. A user's mistake
+gives one line and exit status 2 (shell.py). Ctrl-C ends all requests, and their results so far are
+printed. A result that is being printed is always completed. A second Ctrl-C ends the program at
+once.
 """
 
 import argparse
@@ -51,15 +52,15 @@ COLORS = {"accepted": 32, "corrected": 31, "bonus": 36}
 
 
 def painted(text: str, code: int | None) -> str:
-    """The text in a terminal's colour, or, with 2, dimmed. None: as it is."""
+    """The text in one of the terminal's colours; 2 means dimmed, and None leaves it as it is."""
     return text if code is None else f"\x1b[{code}m{text}\x1b[0m"
 
 
 def output_stream(
     args: argparse.Namespace, model: Model, request: Request, prompt: str, index: int = 0
 ) -> OutputStream:
-    """A text as it grows: shown in colours with --color, and not at all with --json. At a terminal
-    its continuation begins with the prompt, dimmed."""
+    """A stream for a request. It shows the output as it grows, in colours with --color, and not at
+    all with --json. At a terminal, a continuation is shown after its prompt, which is dimmed."""
     colors = COLORS if args.color else {}
     is_continuation = not request.is_reply and args.out is None and sys.stdout.isatty()
     before = painted(prompt, 2) if is_continuation else ""
@@ -75,7 +76,7 @@ def output_stream(
 
 
 def summary(result: Result) -> str:
-    """What a text cost, in a line or two."""
+    """A few lines about a result: its length, its speed, its seed and its drafts."""
     milliseconds = 1e3 * result.seconds_to_first_token
     text = f"{len(result.tokens)} tokens ({result.finish_reason}): "
     text += f"the first after {milliseconds:.0f} ms"
@@ -97,16 +98,16 @@ def summary(result: Result) -> str:
 
 @contextmanager
 def results_to(file: str | None) -> Iterator[None]:
-    """In the block the first process writes results to the file; None: to standard output."""
+    """In this block, the first process writes results to the file; None means standard output."""
     if file is None or rank() > 0:
         yield
         return
     try:
         with open(file, "w", encoding="utf-8") as out, redirect_stdout(out):
             yield
-    except OSError as error:  # a full disk, of which closing the file tells again, without a name
+    except OSError as error:  # a full disk; closing the file raises this again, without a name
         if error.errno is None or error.filename not in (None, "standard output"):
-            raise  # it is of another file
+            raise  # it concerns another file
         raise OSError(error.errno, error.strerror, file) from None
 
 
@@ -131,15 +132,16 @@ def result_fields(result: Result) -> dict[str, Any]:
 
 
 def print_json(result: Result, **more: Any) -> None:
-    """Print a result as a line of JSON, in ASCII, which holds any text on any terminal."""
+    """Print a result as a line of JSON. It is in ASCII, which every terminal can show."""
     write(json.dumps(result_fields(result) | more) + "\n")
 
 
 def print_results(
     engine: Engine, streams: Sequence[OutputStream], report: Callable[[Result], None]
 ) -> None:
-    """Report each result. A Ctrl-C waits until a result is printed; then it goes to the engine,
-    which ends the other texts as they are, and raises it again after the last one."""
+    """Report each result. If Ctrl-C comes while a result is being printed, it waits for that. Then
+    it is passed to the engine, which ends the other requests and raises it again after the last
+    result."""
     results = engine.serve(streams)
     result = next(results, None)
     while result is not None:
@@ -156,23 +158,24 @@ def print_results(
 
 
 def read_text(name: str) -> str:
-    """A file's text, or standard input's, without a byte order mark."""
+    """The text of a file or of standard input, without a byte order mark."""
     try:
         text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
         return text.removeprefix("\ufeff")
-    except (OSError, ValueError) as error:  # not UTF-8, or no name of a file
+    except (OSError, ValueError) as error:  # not UTF-8, or not a valid file name
         raise UserError(f"{name} cannot be read: {error}") from None
 
 
 def read_grammar(name: str | None) -> str | None:
-    """A schema or a grammar: a file's, standard input's, or, as it stands, a JSON object."""
+    """A schema or a grammar: from a file, from standard input, or given directly as a JSON
+    object."""
     if name is None or name.lstrip().startswith("{"):
         return name
     return read_once(lambda: read_text(name))
 
 
 def read_prompt(args: argparse.Namespace) -> str | None:
-    """The prompt, or the lines of --prompts; None: a chat."""
+    """The prompt, or the lines of --prompts; None means a chat."""
     if args.prompts is not None:
         return read_once(lambda: read_text(args.prompts))
     if args.prompt == "-":
@@ -181,15 +184,15 @@ def read_prompt(args: argparse.Namespace) -> str | None:
         return args.prompt
     if args.json or args.out or args.n > 1 or not read_once(lambda: sys.stdin.isatty()):
         raise UserError(
-            "there is no prompt: give one in quotes, or '-' "
-            "(chat needs a terminal, no --json, --out or --n)"
+            "there is no prompt: give one in quotes, or '-' for standard input "
+            "(a chat needs a terminal, and no --json, --out or --n)"
         )
     return None
 
 
 def describe(names: Sequence[str], llamas: Sequence[Llama]) -> str:
-    """What runs: the target and, if it has weights, the draft, how their weights are stored, their
-    memory, in what the target computes, and on what."""
+    """One line about what runs: the target and the draft, if it has weights; how their weights are
+    stored and how much memory they take; the dtype and the device that the target computes in."""
     models = []
     for name, llama in zip(names, llamas):
         layout = llama.config.quantization
@@ -204,7 +207,7 @@ def describe(names: Sequence[str], llamas: Sequence[Llama]) -> str:
 
 
 def load(args: argparse.Namespace, device: torch.device) -> tuple[Model, Draft | None]:
-    """The target, and what drafts for it."""
+    """The target, and the draft for it."""
     dtype = getattr(torch, args.dtype) if args.dtype else None
     check_draft(args.draft, args.draft_bits)
     model = Model.load(args.target, device, dtype, args.bits, args.plain)
@@ -212,7 +215,7 @@ def load(args: argparse.Namespace, device: torch.device) -> tuple[Model, Draft |
 
 
 def start(args: argparse.Namespace, model: Model, draft: Draft | None, **chosen: int) -> Engine:
-    """The engine, as the flags say, but for the options that are chosen here; messages say what
+    """The engine that the flags describe, with the options in `chosen` replaced. Prints what
     runs."""
     engine = Engine(model, draft, replace(flagged(Options, args), **chosen))
     llamas = [model.llama, *(draft.models if draft else ())]
@@ -224,7 +227,7 @@ def start(args: argparse.Namespace, model: Model, draft: Draft | None, **chosen:
 def start_for_any(
     args: argparse.Namespace, model: Model, draft: Draft | None, max_batch: int
 ) -> tuple[Engine, int]:
-    """The engine, and the most tokens that a text may have."""
+    """The engine, and the most tokens that a request may have."""
     engine = start(args, model, draft)
     return engine, engine.max_len
 
@@ -232,7 +235,7 @@ def start_for_any(
 def one_prompt(
     args: argparse.Namespace, settings: Settings, model: Model, draft: Draft | None, prompt: str
 ) -> int:
-    """Answer a prompt --n times: one after the other, or with --json in a batch. -> 0"""
+    """Answer a prompt --n times: one after the other or, with --json, in a batch. -> 0"""
     first = model.request(prompt, settings, flagged(Options, args), args.system, args.use_template)
     length = max(2, first.num_prompt_tokens + first.num_remaining)
     max_batch = min(args.n, args.max_batch) if args.json and args.use_cache is not False else 1
@@ -256,7 +259,7 @@ def one_prompt(
 def many_prompts(
     args: argparse.Namespace, settings: Settings, model: Model, draft: Draft | None, text: str
 ) -> int:
-    """The requests of a file, as many at a time as --max-batch and memory allow.
+    """Serve the requests of a file, as many at a time as --max-batch and memory allow.
 
     -> 1 if a line was bad, else 0
     """
@@ -264,10 +267,10 @@ def many_prompts(
 
     def check(request: Request) -> None:
         if args.draft is None and request.settings.gamma is not None:
-            raise UserError("gamma is about drafted tokens: name a --draft, or leave it out")
+            raise UserError("gamma needs drafted tokens: name a --draft, or leave gamma out")
         engine.batcher.check(request)
 
-    texts = text.removeprefix("\ufeff").split("\n")  # a text may hold other line ends
+    texts = text.removeprefix("\ufeff").split("\n")  # a text may contain other line ends
     options = Options(max_len=engine.max_len)
     how = (model, settings, options, args.system, args.use_template, check)
     lines = [*read_requests(texts, *how)]
@@ -285,7 +288,7 @@ def many_prompts(
         line = lines[result.index]
         print_json(result, **line.labels)
         for entries in (result.logprobs, result.prompt_logprobs, line.request.logprobs):
-            if entries:  # of a large file they would take more memory than the model
+            if entries:  # for a large file, they would take more memory than the model
                 entries.clear()
         say(f"line {line.number}: {summary(result)}")
 
@@ -352,7 +355,7 @@ def chat(args: argparse.Namespace, settings: Settings, model: Model, draft: Draf
             print_results(engine, [output_stream(args, model, request, typed)], report)
         except Terminated:
             raise
-        except KeyboardInterrupt:  # enough of this answer
+        except KeyboardInterrupt:  # ends this answer, and the chat continues
             continue
 
 
@@ -362,7 +365,7 @@ def chat(args: argparse.Namespace, settings: Settings, model: Model, draft: Draf
 def profile_to_file(
     args: argparse.Namespace, model: Model, draft: Draft | None
 ) -> AbstractContextManager[None]:
-    """--profile: measure/ is loaded only then."""
+    """--profile: only this flag loads measure/."""
     if args.profile is None:
         return nullcontext()
     models = draft.models if draft else ()
@@ -370,16 +373,16 @@ def profile_to_file(
 
 
 def verify_coupled(args: argparse.Namespace) -> None:
-    """A seed and --gamma auto imply coupled mode: γ goes by the clock, and a text would not
-    repeat."""
+    """A seed and --gamma auto imply coupled mode, because γ depends on measured times, so the
+    output would otherwise not be reproducible."""
     if args.verify is None and args.draft and args.seed is not None:
         if args.gamma in (None, "auto"):
             args.verify = "coupled"
-            say("note: verifying in coupled mode, so that the seed decides the text")
+            say("note: verifying in coupled mode, so that the seed decides the output")
 
 
 def run_command(arguments: Sequence[str]) -> int:
-    """Do what the flags ask for -> the exit status. All processes come here."""
+    """Do what the flags ask for -> the exit status. All processes run this."""
     args = generate_flags(arguments)
     verify_coupled(args)
     settings = flagged(Settings, args)
@@ -396,11 +399,11 @@ def run_command(arguments: Sequence[str]) -> int:
         for text in (prompt or "", args.system or "", *settings.stop):
             if replace_surrogates(text) != text:
                 raise UserError(
-                    f"{brief(text, 100)} has bytes that are no text here: write it in UTF-8, and "
+                    f"{brief(text, 100)} has bytes that are not valid text: write it in UTF-8, and "
                     "unset PYTHONUTF8"
                 )
         if args.color:
-            say("colours: accepted drafts green, corrected red, bonus cyan; plain: without drafts")
+            say("colours: accepted drafts green, corrected red, bonus cyan, others uncoloured")
         model, draft = load(args, device)
         with profile_to_file(args, model, draft):
             if args.prompts is not None:
@@ -411,7 +414,7 @@ def run_command(arguments: Sequence[str]) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """arguments: of the command line; None: this program's."""
+    """arguments: of the command line; None means this program's."""
     given = sys.argv[1:] if arguments is None else arguments
     if rank() > 0:
         return follow(lambda: run_command(given))

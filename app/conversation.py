@@ -20,6 +20,7 @@ from collections.abc import Sequence
 
 from app.asgi import HttpError
 from app.fields import ChatMessage
+from errors import brief
 from request import Message
 
 
@@ -35,16 +36,17 @@ def read_conversation(messages: Sequence[ChatMessage], one_call: bool) -> list[M
             keyed.append(((last, place, True), turn))
             continue
         last = n
+        keyed.append(((n, 0, False), turn))
         calls = turn.get("tool_calls", [])
         by_id = defaultdict(list)
         for place, call in enumerate(calls):
             by_id[call["id"]].append((place, call["function"]["name"]))
+            if one_call and place > 0:
+                part = {"role": "assistant", "content": "", "tool_calls": [call]}
+                keyed.append(((n, place, False), part))
         waiting |= by_id
-        parts = [turn]
-        if one_call and len(calls) > 1:
-            parts = [turn | {"tool_calls": [call]} for call in calls]
-            parts[1:] = [part | {"content": ""} for part in parts[1:]]
-        keyed += [((n, place, False), part) for place, part in enumerate(parts)]
+        if one_call and calls:
+            turn["tool_calls"] = calls[:1]
     keyed.sort(key=lambda pair: pair[0])
     return [turn for _, turn in keyed]
 
@@ -55,11 +57,14 @@ def bind(where: str, result: Message, waiting: dict[str, list[tuple[int, str]]])
     id = result["tool_call_id"]
     calls = waiting.get(id) or waiting.get("")  # the calls have no ids
     if calls is None and id:
-        message = f"{where}.tool_call_id is {id!r}: no call before it has this id"
-        raise HttpError(400, message, param=f"{where}.tool_call_id")
-    if not calls:
+        where = f"{where}.tool_call_id"
+        message = f"{where} is {brief(repr(id), 100)}: no call before it has this id"
+        raise HttpError(400, message, param=where)
+    if calls is None:
         return 0
-    place, name = calls.pop(0) if len(calls) > 1 else calls[0]
+    place, name = calls[0]
+    if len(calls) > 1:
+        calls.pop(0)
     result["name"] = result["name"] or name
     return place
 
@@ -68,8 +73,10 @@ def turn_of(where: str, message: ChatMessage) -> Message:
     """One message. HttpError if it has no content, and needs one."""
     role = "system" if message.role == "developer" else message.role
     if role != "assistant" and "content" not in message.model_fields_set:
-        raise HttpError(400, f"{where}.content is missing", param=f"{where}.content")
-    read: Message = {"role": role, "content": "\n".join(part.text for part in message.content)}
+        where = f"{where}.content"
+        raise HttpError(400, f"{where} is missing", param=where)
+    texts = [part.text for part in message.content]
+    read: Message = {"role": role, "content": "\n".join(texts)}
     if role == "tool":
         read |= {"tool_call_id": message.tool_call_id, "name": message.name}
     elif message.name:

@@ -9,6 +9,8 @@ here without a word. So a field is of one of four kinds:
     harmless   it changes no text: a label, a cache, or a detail of what is refused anyway
     refused    every other field, and every other value: an error names it
 
+What only a chat template can read is honoured by it, if it names the field.
+
 null is as if the field were left out. ALIASES are second names of a field, for which other servers
 take one or the other. The settings of sampling are honoured in both bodies; settings.py has their
 names and checks.

@@ -1,4 +1,4 @@
-"""The flags of generate.py and of serve.py: what there are, and which exclude each other.
+"""The flags of generate.py and serve.py: which flags there are, and which exclude each other.
 
 Nothing slow is imported here, so that --help and a mistake in a flag are shown at once.
 """
@@ -19,8 +19,8 @@ from settings import Options, Settings
 T = TypeVar("T", Settings, Options)
 KEY_VARIABLE = "LLAMA_API_KEY"
 FILES = ("schema", "grammar")  # settings that are read from files
-MAX_TEXTS = 2**16  # asked for at a time
-RANGES = {  # of the numbers that are no settings
+MAX_TEXTS = 2**16  # the most outputs at a time
+RANGES = {  # for the numbers that are not settings
     "n": (1, MAX_TEXTS),
     "max_batch": (1, MAX_TEXTS),
     "max_queue": (1, MAX_TEXTS),
@@ -28,15 +28,15 @@ RANGES = {  # of the numbers that are no settings
     "port": (0, 2**16 - 1),
     "grace": (0, 86_400),  # seconds
 }
-# Browsers send small letters, and no port that a scheme has by itself.
+# Browsers send lower-case letters, and leave out a scheme's default port.
 ORIGIN = r"\*|null|(?!http:.*:80$|https:.*:443$)[a-z][a-z\d+.-]*://[^/?#@*\sA-Z]*"
 EXAMPLES = """\
 examples:
   python generate.py --draft tiny-draft "Once upon a time"     the model in this repository
   python generate.py --target 8B --draft 1B                    chat
-  python generate.py --target 1B --bits 4 "Why is it dark?"    fewer bits, less memory
+  python generate.py --target 1B --bits 4 "Why is it dark?"    less memory
   python generate.py --target 1B --schema '{"type": "object"}' "Tom is 5 years old. As JSON:"
-  python generate.py --prompts FILE.jsonl --out results.jsonl  many at a time
+  python generate.py --prompts FILE.jsonl --out results.jsonl  many requests in batches
 """
 SERVER_EXAMPLES = """\
 examples:
@@ -46,14 +46,14 @@ examples:
 
 GROUPS = {  # of flags -> the settings and options in it
     "models and drafts": "gamma verify",
-    "texts": "temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty "
-    "logit_bias min_tokens seed max_tokens stop special thinking use_cache",
-    "texts that follow a grammar, one of": "schema regex choice grammar",
-    "batches, memory and the machine": "max_batch max_len kv kv_bits kv_memory prefix_caching",
+    "generation": "temperature top_k top_p min_p repetition_penalty presence_penalty "
+    "frequency_penalty logit_bias min_tokens seed max_tokens stop special thinking use_cache",
+    "grammars (at most one)": "schema regex choice grammar",
+    "batching, memory and hardware": "max_batch max_len kv kv_bits kv_memory prefix_caching",
     "output": "logprobs prompt_logprobs",
 }
 DECLARED = Settings.__dataclass_fields__ | Options.__dataclass_fields__
-NAMES = {"use_cache": "--cache", "prefix_caching": "--prefix-cache"}  # others are the setting's
+NAMES = {"use_cache": "--cache", "prefix_caching": "--prefix-cache"}  # others: as the setting
 TAKEN = {  # the type of a setting -> how argparse takes its flag
     "bool": dict(action=argparse.BooleanOptionalAction),
     "float": dict(type=number_or_word),
@@ -67,19 +67,20 @@ TAKEN = {  # the type of a setting -> how argparse takes its flag
 def parser() -> argparse.ArgumentParser:
     p = Parser(
         "generate.py",
-        "Continue, answer or chat with a Llama. Settings left out: its generation_config.json's.",
+        "Continue a text, answer a prompt or chat with a Llama. Settings that are not given are "
+        "taken from its generation_config.json.",
         EXAMPLES,
     )
     p.usage = "generate.py [options] [prompt]"
     p.add_argument(
         "prompt",
         nargs="?",
-        help="text to continue or to answer, in quotes; '-': standard input; none: chat",
+        help="text to continue or answer, in quotes; '-' reads standard input; no prompt: chat",
     )
     add_model_flags(p.add_argument_group("models and drafts"))
-    add_text_flags(p.add_argument_group("texts"))
-    add_settings(p.add_argument_group("texts that follow a grammar, one of"))
-    add_machine_flags(p.add_argument_group("batches, memory and the machine"))
+    add_text_flags(p.add_argument_group("generation"))
+    add_settings(p.add_argument_group("grammars (at most one)"))
+    add_machine_flags(p.add_argument_group("batching, memory and hardware"))
     add_output_flags(p.add_argument_group("output"))
     return p
 
@@ -92,9 +93,10 @@ def generate_flags(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def tell_early(parse: Callable[[Sequence[str]], Any]) -> None:
-    """Called by a program before slow imports: --help and a mistake in a flag end it now."""
+    """A program calls this before its slow imports, so that --help or a mistake in a flag ends it
+    at once."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        return  # of several processes (launch.py) the first one tells it, later
+        return  # with several processes (launch.py), the first one reports it later
 
     code = status(lambda: parse(sys.argv[1:]) and 0)
     if code:
@@ -102,7 +104,8 @@ def tell_early(parse: Callable[[Sequence[str]], Any]) -> None:
 
 
 def add_settings(group: argparse._ArgumentGroup) -> None:
-    """The flags of a group's settings. One that is not given is None, or its number."""
+    """Add flags for a group's settings. A flag that is not given is None, or the default if that is
+    a number."""
     for name in GROUPS[group.title].split():
         setting = DECLARED[name]
         group.add_argument(
@@ -115,8 +118,8 @@ def add_settings(group: argparse._ArgumentGroup) -> None:
 
 
 def flagged(kind: type[T], args: argparse.Namespace) -> T:
-    """The Settings that flags give, but for those in files; or the Options. UserError for a value
-    that breaks its rule."""
+    """The Settings that flags give, except those read from files; or the Options. UserError for a
+    value that breaks its rule."""
     given = {name: getattr(args, name, None) for name in kind.__dataclass_fields__.keys() - FILES}
     return kind(**{name: value for name, value in given.items() if value is not None})
 
@@ -129,26 +132,26 @@ def add_model_flags(p: argparse._ArgumentGroup) -> None:
     )
     p.add_argument(
         "--draft",
-        help="a smaller model or an EAGLE-3 head, named like --target, or tiny-draft, "
-        "tiny-eagle; ngram: looks back; self: INT4 copy",
+        help="a smaller model or an EAGLE-3 head, named as for --target, or tiny-draft or "
+        "tiny-eagle; ngram looks drafts up in the text so far; self is the target's INT4 copy",
     )
     add_settings(p)
     p.add_argument(
         "--bits",
         type=number_or_word,
         default=16,
-        help="round the target's weights as they are loaded, to 8, 4, fp8 or nf4 (train.quantize: "
-        "with care)",
+        help="round the target's weights to 8, 4, fp8 or nf4 while they are loaded "
+        "(train.quantize can also calibrate them)",
     )
     p.add_argument(
         "--draft-bits",
         type=number_or_word,
-        help="of the draft's weights: 16, 8, 4, fp8 or nf4 (default: the target's)",
+        help="the same for the draft's weights: 16, 8, 4, fp8 or nf4 (default: the target's)",
     )
     p.add_argument(
         "--dtype",
         choices=("float64", "float32", "bfloat16", "float16"),
-        help="what to compute in (default: on a CPU float32)",
+        help="the type of numbers to compute in (default on a CPU: float32)",
     )
 
 
@@ -161,7 +164,7 @@ def add_text_flags(p: argparse._ArgumentGroup) -> None:
         dest="use_template",
         action="store_const",
         const=True,
-        help="use the model's chat template, which is the default where it has one",
+        help="use the model's chat template (default if it has one)",
     )
     either.add_argument(
         "--raw",
@@ -170,9 +173,12 @@ def add_text_flags(p: argparse._ArgumentGroup) -> None:
         const=False,
         help="continue the prompt as it is, without the model's chat template",
     )
-    p.add_argument("--n", type=int, default=1, help="texts, with seeds SEED, SEED+1, …")
     p.add_argument(
-        "--prompts", help='JSONL, a text a line: {"prompt": …} and any of the settings by name'
+        "--n", type=int, default=1, help="how many outputs; their seeds are SEED, SEED+1, …"
+    )
+    p.add_argument(
+        "--prompts",
+        help='a JSONL file with one request per line: {"prompt": …} and any settings by name',
     )
 
 
@@ -188,7 +194,7 @@ def add_machine_flags(p: argparse._ArgumentGroup) -> None:
         "--tensor-parallel",
         type=int,
         default=1,
-        help="split the models over this many processes (torchrun does so without this flag)",
+        help="split the models over this many processes (not needed under torchrun)",
     )
 
 
@@ -196,18 +202,20 @@ def add_output_flags(p: argparse._ArgumentGroup) -> None:
     p.add_argument(
         "--json",
         action="store_true",
-        help="print each result as one JSON object, with the tokens and the times",
+        help="print each result as one JSON object, including the tokens and the times",
     )
     add_settings(p)
     p.add_argument("--out", metavar="FILE", help="write results to a new file, not standard output")
     p.add_argument(
         "--color",
         action="store_true",
-        help="show the origin of each token: accepted, corrected, or the bonus after a full round",
+        help="colour each token by its origin: accepted draft, corrected after a rejected draft, "
+        "or bonus after a round in which all drafts were accepted",
     )
     p.add_argument(
         "--profile",
-        help="a file for a trace (ui.perfetto.dev); tells where the time went, loading aside",
+        help="write a trace of where the time goes, without loading, to this file (for "
+        "ui.perfetto.dev)",
     )
 
 
@@ -216,33 +224,33 @@ def check_flags(args: argparse.Namespace) -> None:
     check_values(args)
     if args.prompts and (args.prompt is not None or args.n > 1 or args.color):
         raise UserError(
-            "--prompts FILE has the prompts, a text for each, as JSON: leave out the prompt, --n "
-            "and --color"
+            "--prompts FILE has the prompts, with one output for each, as JSON: leave out the "
+            "prompt, --n and --color"
         )
     if args.out is not None:
         check_file(Path(args.out))
     if args.out and os.path.exists(args.out) and os.path.getsize(args.out):
         raise UserError(
-            f"--out {args.out} is not empty, and what it holds would be lost: name another file, "
+            f"--out {args.out} is not empty, and its contents would be lost: name another file, "
             "or move this one"
         )
     for name in ("prompts", "schema", "grammar", "target", "draft", "out"):
         other = getattr(args, name)
         if args.profile and other and os.path.realpath(args.profile) == os.path.realpath(other):
-            raise UserError(f"--profile {args.profile} is the file of --{name}: name another")
+            raise UserError(f"--profile {args.profile} is the file of --{name}: name another file")
     if args.schema == "-" and "-" in (args.prompt, args.prompts):
-        raise UserError("standard input holds the schema or the prompt: name a file for one")
+        raise UserError(
+            "standard input cannot be both the schema and the prompt: name a file for one"
+        )
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(args, name) is not None and not (args.json or args.prompts):
-            raise UserError(
-                f"{flag(name)} is about JSON results: add --json, or use --prompts FILE"
-            )
+            raise UserError(f"{flag(name)} is for JSON results: add --json, or use --prompts FILE")
     if args.color and args.json:
-        raise UserError("--color is for text: leave it out, or --json")
+        raise UserError("--color is for text, not for JSON: leave out --color or --json")
 
 
 def check_values(args: argparse.Namespace) -> None:
-    """UserError for a value that breaks its rule, or a flag about drafts where there are none."""
+    """UserError for a value that breaks its rule, or for a flag about drafts without a draft."""
     flagged(Settings, args)
     flagged(Options, args)
     for name, (low, high) in RANGES.items():
@@ -251,7 +259,7 @@ def check_values(args: argparse.Namespace) -> None:
             raise UserError(f"{flag(name)} is {value}: it must be from {low} to {high:,}")
     for name in ("gamma", "verify", "draft_bits", "color"):
         if args.draft is None and getattr(args, name, None) not in (None, False):
-            raise UserError(f"{flag(name)} is about drafted tokens: name a --draft (tiny-draft, …)")
+            raise UserError(f"{flag(name)} needs drafted tokens: name a --draft (tiny-draft, …)")
 
 
 # ---- serve.py ----------------------------------------------------------------------------------
@@ -260,12 +268,12 @@ def check_values(args: argparse.Namespace) -> None:
 def server_parser() -> Parser:
     p = Parser(
         "serve.py",
-        "Serve a Llama to OpenAI's clients, and a page that shows the batch.",
+        "Serve a Llama to OpenAI's clients, with a web page that shows the batch.",
         SERVER_EXAMPLES,
     )
     p.usage = "serve.py [options]"
     add_model_flags(p.add_argument_group("models and drafts"))
-    add_machine_flags(p.add_argument_group("batches, memory and the machine"))
+    add_machine_flags(p.add_argument_group("batching, memory and hardware"))
     add_server_flags(p.add_argument_group("the server"))
     return p
 
@@ -274,16 +282,18 @@ def server_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The flags of serve.py; None: this program's. SystemExit or UserError for a mistake."""
     p = server_parser()
     args = p.parse_args(arguments)
-    p.empty(args)  # of "$HOST", which is not set, all addresses would be made
+    p.empty(args)  # an empty --host, from an unset "$HOST", would listen on all addresses
     check_server_flags(args)
     return args
 
 
 def add_server_flags(p: argparse._ArgumentGroup) -> None:
     p.add_argument(
-        "--host", default="127.0.0.1", help="the address to listen on (default: this machine's own)"
+        "--host", default="127.0.0.1", help="the address to listen on (default: only this machine)"
     )
-    p.add_argument("--port", type=int, default=8000, help="0: any that is free (default 8000)")
+    p.add_argument(
+        "--port", type=int, default=8000, help="the port; 0 takes a free one (default 8000)"
+    )
     p.add_argument(
         "--api-key", help=f"a key that clients must send (default: {KEY_VARIABLE}, if it is set)"
     )
@@ -292,34 +302,36 @@ def add_server_flags(p: argparse._ArgumentGroup) -> None:
         metavar="ORIGIN",
         action="append",
         default=[],
-        help="let pages of this origin use the server (http://localhost:3000, app://obsidian.md, "
-        "null; '*': all pages); may be repeated",
+        help="let web pages from this origin use the server (http://localhost:3000, "
+        "app://obsidian.md, null; '*' means all pages); may be repeated",
     )
     p.add_argument("--model-name", help="what clients call the model (default: --target)")
     p.add_argument(
         "--max-queue",
         type=int,
         default=256,
-        help="texts that wait, beside --max-batch that run; more are refused (default 256)",
+        help="how many requests may wait while --max-batch run; more are refused (default 256)",
     )
     p.add_argument(
         "--grace",
         type=float,
         default=30.0,
-        help="seconds for open texts to be finished, after a signal (default 30)",
+        help="seconds that open requests get to finish after a signal (default 30)",
     )
 
 
 def check_server_flags(args: argparse.Namespace) -> None:
-    """UserError for flags that make no server."""
+    """UserError for flags that a server cannot run with."""
     check_values(args)
     for name, key in (("--api-key", args.api_key), (KEY_VARIABLE, os.environ.get(KEY_VARIABLE))):
         if key and key != key.strip():
-            raise UserError(f"{name} begins or ends with a space, which no header can: take it out")
+            raise UserError(
+                f"{name} begins or ends with a space, which a header cannot: remove the space"
+            )
     for origin in args.allow_origin:
         if not re.fullmatch(ORIGIN, origin):
             raise UserError(
-                f"--allow-origin is {origin!r}: it must be as a browser sends it, a scheme and a "
-                "host, no path, pattern or usual port (80, 443): http://localhost:3000; null; or "
-                "'*' for all pages"
+                f"--allow-origin is {origin!r}: it must be an origin as a browser sends it, with a "
+                "scheme and a host but no path, pattern or default port (80, 443), such as "
+                "http://localhost:3000; or null; or '*' for all pages"
             )

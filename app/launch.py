@@ -114,7 +114,9 @@ def follow(run: Callable[[], Any]) -> int:
 
 def check_device(device: torch.device) -> None:
     if device.index is not None:
-        raise UserError(f"--device is {device}, but each process takes its own: name {device.type}")
+        raise UserError(
+            f"--device is {device}, but each process chooses its own: name {device.type}"
+        )
 
 
 def launch(n: int, device: torch.device, arguments: Sequence[str]) -> int:
@@ -135,7 +137,7 @@ def launch(n: int, device: torch.device, arguments: Sequence[str]) -> int:
     except ChildFailedError as error:
         number, failure = error.get_first_failure()
         if failure.exitcode < 0:
-            raise UserError(f"process {number + 1} of {n} was killed, and so all end") from None
+            raise UserError(f"process {number + 1} of {n} was killed, so all of them end") from None
         return failure.exitcode
     return 0
 
@@ -162,7 +164,7 @@ def joined(n: int, device: torch.device) -> Iterator[torch.device]:
         dist.init_process_group(store=store, rank=number, world_size=int(size), timeout=timeout)
     except RuntimeError as error:
         raise UserError(
-            "the processes do not reach each other: set GLOO_SOCKET_IFNAME, or NCCL_SOCKET_IFNAME, "
+            "the processes cannot reach each other: set GLOO_SOCKET_IFNAME, or NCCL_SOCKET_IFNAME, "
             f"to the name of the network between the machines ({brief(error)})"
         ) from None
     try:

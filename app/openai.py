@@ -99,7 +99,7 @@ class Asked:
     streams: list[OutputStream]  # n of the first prompt, then n of the second, …
     tools: Tools | None
     tags: Thoughts | None  # of the thoughts before each answer
-    is_inside: bool  # the prompt has begun the thoughts
+    is_inside: bool  # the prompt has begun the thoughts, and not ended them
 
     @property
     def follows(self) -> Grammar | None:
@@ -131,12 +131,14 @@ def read_request(data: bytes, is_chat: bool, offer: Offer) -> Asked:
     check_whole("n", body.n, 1, MAX_CHOICES // len(prompts), f" ({len(prompts)} prompts)")
     settings = read_settings(body, offer)
     tags = offer.thoughts if is_chat else None
-    is_inside = tags is not None and tags.begin_in(end_of(prompts[0], offer))
+    end = end_of(prompts[0], offer)
+    is_inside = tags is not None and tags.begin_in(end)
     if tags is not None and body.reasoning_format == "none":
         raise bad(
-            "reasoning_format", "reasoning_format is 'none': thoughts are told apart; use auto"
+            "reasoning_format", "reasoning_format is 'none': thoughts are always separate; use auto"
         )
-    settings = with_calls(settings, body, tools, tags, is_inside)
+    is_over = tags is not None and end.endswith(tags.closing)
+    settings = with_calls(settings, body, tools, None if is_over else tags, is_inside)
     if body.echo:
         settings = replace(settings, prompt_logprobs=settings.logprobs)
         check_echo(body.n * sum(map(len, prompts)), settings.logprobs)
@@ -154,7 +156,7 @@ def read_request(data: bytes, is_chat: bool, offer: Offer) -> Asked:
             stream = OutputStream(offer.model.tokenizer, request, "", index=len(streams))
             streams.append(stream)
     if body.origins and not body.stream:
-        raise bad("origins", "origins is told in chunks: set stream to true, or leave it out")
+        raise bad("origins", "origins are sent in chunks: set stream to true, or leave it out")
     return Asked(body, streams, tools, tags, is_inside)
 
 
@@ -164,7 +166,7 @@ def read_request(data: bytes, is_chat: bool, offer: Offer) -> Asked:
 def read_chat(body: ChatBody, tools: Tools | None, offer: Offer) -> list[list[int]]:
     """The tokens of a conversation. A model without a chat template goes on from its texts."""
     if not body.messages:
-        raise bad("messages", "messages must be a list of one message or more")
+        raise bad("messages", "messages must be a list of at least one message")
     form = offer.call_format
     one_call = isinstance(form, CallFormat) and form.separator is None
     conversation = read_conversation(body.messages, one_call)
@@ -225,8 +227,8 @@ def is_tokens(prompt: Any) -> bool:
 
 
 def end_of(prompt: list[int], offer: Offer) -> str:
-    """The last characters of a prompt, with its control tokens."""
-    return offer.model.tokenizer.decode(prompt[-20:], special=True)
+    """The last characters of a prompt, with its control tokens, up to white space."""
+    return offer.model.tokenizer.decode(prompt[-20:], special=True).rstrip()
 
 
 def check_characters(conversation: Sequence[Message], offer: Offer) -> None:
@@ -264,8 +266,8 @@ def check_echo(num_tokens: int, num_top: int | None) -> None:
     if count > MAX_ECHOED:
         raise bad(
             "echo",
-            f"echo would tell {count:,} numbers and texts of prompts: at most {MAX_ECHOED:,} are "
-            "told; lower n or logprobs",
+            f"echo would return {count:,} numbers and strings of prompts: at most {MAX_ECHOED:,} "
+            "are returned; lower n or logprobs",
         )
 
 
@@ -318,7 +320,7 @@ def read_settings(body: ChatBody | TextBody, offer: Offer) -> Settings:
     if len(stops) > MAX_STOPS or sum(map(len, map(str, stops))) > MAX_STOP_CHARACTERS:
         raise bad(
             "stop",
-            f"stop may be at most {MAX_STOPS} texts, of {MAX_STOP_CHARACTERS} characters together",
+            f"stop may be at most {MAX_STOPS} texts, with {MAX_STOP_CHARACTERS} characters together",
         )
     chosen["stop"] = body.stop
     chosen["max_tokens"] = offer.limit if body.is_chat else DEFAULT_MAX_TOKENS
@@ -345,7 +347,9 @@ def read_constraint(body: Body) -> Fields:
         asked.append((f"structured_outputs.{name}", setting, value))
     if len(asked) > 1:
         paths = [path for path, _, _ in asked]
-        raise bad(paths[-1], f"{' and '.join(paths)} are given: a text follows one of them")
+        raise bad(
+            paths[-1], f"{' and '.join(paths)} are given: an output can follow only one of them"
+        )
     for path, setting, value in asked:
         try:
             Settings(**{setting: value})
@@ -362,17 +366,18 @@ def with_calls(
     follows = settings.follows
     if tools is None and (tags is None or follows is None):
         return settings
-    lark = None
+    lark = part = None
     if follows is not None:
         try:
             check_bounds(follows)
-            lark = nested(lark_of(follows))
+            part = nested(lark_of(follows))
         except UserError as error:
             raise bad(next(iter(read_schemas(body)), "structured_outputs"), str(error)) from None
     if tools is not None:
-        lark = call_grammar(tools, lark)
-    if lark is not None and tags is not None:
-        lark = after_thoughts(tags, is_inside, nested(lark))
+        lark = call_grammar(tools, part)
+        part = lark and nested(lark)
+    if tags is not None and part is not None:
+        lark = after_thoughts(tags, is_inside, part)
     return replace(settings, schema=None, regex=None, choice=None, grammar=lark)
 
 

@@ -100,7 +100,7 @@ def parse_object(text: str) -> dict[str, Any]:
 def check_fields(fields: dict[str, Any]) -> None:
     """UserError for a name or a type that is not known. `Settings` checks its own."""
     if "custom_id" in fields:
-        raise UserError("a batch's line is for a server (serve.py), which takes its body")
+        raise UserError("a line of OpenAI's batch API is for a server: send it the body")
     check_names(fields, NAMES, "field of a line")
     prompt = fields.get("prompt", fields.get("messages"))
     if not isinstance(prompt, str | list) or {"prompt", "messages"} <= fields.keys():

@@ -250,7 +250,7 @@ class Application:
         asked = await self.read(request, is_chat)
         if len(asked.streams) > self.batch.capacity:
             raise UserError(
-                f"{len(asked.streams)} texts are asked for, and the server takes "
+                f"{len(asked.streams)} outputs are asked for, and the server accepts "
                 f"{self.batch.capacity}: ask for fewer"
             )
         for stream in asked.streams:
@@ -407,7 +407,7 @@ def is_loopback(name: str) -> bool:
 def check_one_process(args: argparse.Namespace) -> None:
     if args.tensor_parallel != 1 or is_torchelastic_launched():
         raise UserError(
-            "a server is one process: leave out --tensor-parallel and torchrun, or split the "
+            "a server runs in one process: leave out --tensor-parallel and torchrun, or split the "
             "model for generate.py --prompts"
         )
 
@@ -420,8 +420,7 @@ def listen(host: str, port: int) -> socket.socket:
     except (OSError, TypeError) as error:  # TypeError: the name is not UTF-8
         why = getattr(error, "strerror", None) or error
         raise UserError(
-            f"nothing can listen on {host}, port {port}: {brief(why)}; "
-            "choose another --port or --host"
+            f"cannot listen on {host}, port {port}: {brief(why)}; choose another --port or --host"
         ) from None
 
 
@@ -516,12 +515,12 @@ async def serve_until_signal(
     await asyncio.wait([serving, *waiting], return_when=asyncio.FIRST_COMPLETED)
     if signals:
         word = "Ctrl-C" if signals[0] == signal.SIGINT else signal.Signals(signals[0]).name
-        say(f"{word}: open texts are finished ({batch.num_texts}); a second signal ends at once")
+        say(f"{word}: finishing open requests ({batch.num_texts}); a second signal ends at once")
     batch.refuse("the server stops")
     server.should_exit = True
     _, unfinished = await asyncio.wait([serving], timeout=grace)
     if unfinished:
-        say(f"after {grace:g} s the texts that are still open end here ({batch.num_texts})")
+        say(f"after {grace:g} s, the requests that are still open are ended ({batch.num_texts})")
         batch.fail_all(Unavailable("the server stops"))
     await serving
     for task in waiting:
@@ -529,7 +528,7 @@ async def serve_until_signal(
     batch.stop()
     if batch.error is not None:
         traceback.print_exception(batch.error)
-        say("error: the engine has failed, and so the server ends")
+        say("error: the engine has failed, so the server ends")
         return 1
     return 128 + signals[0] if signals else 1
 

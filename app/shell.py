@@ -1,13 +1,15 @@
-"""Exit status and streams of a program. A user's mistake is one line, never a traceback.
+"""Exit status and streams of a program. A user's mistake is reported in one line, never as a
+traceback.
 
     0     done
-    1     done, but for mistakes told on the way (a bad line of `--prompts`); or a bug's traceback
-    2     a user's mistake: a `UserError`, an OSError of a file, or too little memory
-    130   Ctrl-C (SIGINT);  143: SIGTERM;  129: SIGHUP, at the end of a terminal. All are
-          exceptions, so results are printed before the end
+    1     done, except for mistakes reported on the way (a bad line of `--prompts`); or a bug, with
+          its traceback
+    2     a user's mistake: a `UserError`, a file's OSError, or too little memory
+    130   Ctrl-C (SIGINT);  143: SIGTERM;  129: SIGHUP, when the terminal closes. They are raised
+          as exceptions, so results are printed before the program ends
 
-Standard output carries results, standard error all messages. Every other exception, a ValueError of
-PyTorch or Python too, is a bug and keeps its traceback.
+Results go to standard output, and all messages go to standard error. Any other exception, including
+a ValueError from PyTorch or Python, is a bug and keeps its traceback.
 """
 
 import argparse
@@ -30,7 +32,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM or SIGHUP: like Ctrl-C, but nothing goes on after it."""
+    """SIGTERM or SIGHUP: like Ctrl-C, but the program always ends."""
 
     def __init__(self, number: int = signal.SIGTERM):
         self.number = number
@@ -40,7 +42,8 @@ class Terminated(KeyboardInterrupt):
 
 
 def begin() -> None:
-    """Called by a program before slow imports: a signal now ends it silently."""
+    """A program calls this before its slow imports. Until they are done, a signal ends it
+    silently."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.stdout is None:
@@ -52,7 +55,7 @@ def begin() -> None:
 
 
 def say(message: str) -> None:
-    """To standard error; the program goes on if that fails."""
+    """Print to standard error. If that fails, the program continues."""
     try:
         print(message, file=sys.stderr, flush=True)
     except OSError:
@@ -60,12 +63,12 @@ def say(message: str) -> None:
 
 
 def show_warning(message: Warning | str, *details: Any) -> None:
-    """What Python shows of a warning: one line."""
+    """Show a warning as one line."""
     say(f"note: {message}")
 
 
 def write(text: str) -> None:
-    """To standard output, at once."""
+    """Write to standard output and flush it."""
     try:
         print(text, end="", flush=True)
     except OSError as error:  # EPIPE makes OSError a BrokenPipeError
@@ -73,7 +76,7 @@ def write(text: str) -> None:
 
 
 def nowhere() -> IO[str]:
-    """A stream in the place of one that is closed, or that fails."""
+    """A stream to use instead of one that is closed or that fails."""
     return open(os.devnull, "r+", encoding="utf-8")
 
 
@@ -81,7 +84,7 @@ def nowhere() -> IO[str]:
 
 
 def refuse(message: str) -> int:
-    """Say what is wrong -> the status."""
+    """Print an error -> the exit status."""
     say(f"error: {brief(message, MAX_MESSAGE)}")
     return 2
 
@@ -98,7 +101,8 @@ def raise_signal(number: int, frame: Any) -> NoReturn:
 
 @contextmanager
 def handled(signals: Sequence[int], handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Handle these signals in the block, but for those that the program's parent ignores."""
+    """Handle these signals in the block, except those that the program's parent has set to be
+    ignored."""
     heard = [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, handler) for number in heard}
     try:
@@ -115,13 +119,13 @@ def status(
     handler: Callable[[int, Any], None] = raise_signal,
     signals: Sequence[int] = SIGNALS,
 ) -> int:
-    """Run it -> the exit status. After a signal, say `interrupted`."""
+    """Call `run` -> the exit status. After a signal, print the message `interrupted`."""
     try:
         with handled(signals, handler):
             code = run() or 0
-            write("")  # flush now, where an error can still be told
+            write("")  # flush now, while an error can still be reported
             return code
-    except BrokenPipeError:  # the reader wants no more
+    except BrokenPipeError:  # the reader has closed the pipe
         return 0
     except (UserError, OSError) as error:
         return refuse(str(error))
@@ -129,8 +133,8 @@ def status(
         if not is_out_of_memory(error):
             raise
         return refuse(
-            "memory does not hold this: use a smaller model or fewer bits (--bits 8), "
-            "shorter texts, or fewer"
+            "there is too little memory: use a smaller model or lower precision (--bits 8), "
+            "shorter texts, or fewer of them"
         )
     except KeyboardInterrupt as error:
         if interrupted:
@@ -145,7 +149,7 @@ def status(
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """torch.OutOfMemoryError is a GPU's only: on a CPU PyTorch raises a RuntimeError."""
+    """Only a GPU raises torch.OutOfMemoryError. On a CPU, PyTorch raises a RuntimeError."""
     if isinstance(error, MemoryError):
         return True
     return any(words in str(error) for words in OUT_OF_MEMORY)
@@ -155,12 +159,13 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def flag(name: str) -> str:
-    """The flag whose value argparse keeps under this name."""
+    """The flag whose value argparse stores under this name."""
     return f"--{name.replace('_', '-')}"
 
 
 def number_or_word(text: str) -> float | str:
-    """The value of a flag that takes a number or a word. Its own rule refuses what is wrong."""
+    """The value of a flag that takes a number or a word. The setting's rule refuses wrong
+    values."""
     for number in (int, float):
         try:
             return number(text)
@@ -170,13 +175,14 @@ def number_or_word(text: str) -> float | str:
 
 
 def version() -> str:
-    """Of the project."""
+    """The project's version."""
     text = (Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8")
     return re.search(r'^version = "(.+)"$', text, re.MULTILINE)[1]
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses in one line; no flag may be abbreviated. examples: lines after the flags."""
+    """Reports mistakes in one line, and does not accept abbreviated flags. examples: text that the
+    help shows after the flags."""
 
     def __init__(self, prog: str, description: str, examples: str = ""):
         super().__init__(
@@ -195,7 +201,7 @@ class Parser(argparse.ArgumentParser):
         return parsed
 
     def explain(self, parsed: argparse.Namespace, unknown: list[str]) -> str:
-        """What is wrong with these words: a mistyped flag, or a prompt without quotes."""
+        """Explain what is wrong with these words: a mistyped flag, or a prompt without quotes."""
         message = f"unrecognized arguments: {' '.join(unknown)}"
         flags = [word for word in unknown if word.startswith("-")]
         if flags:
@@ -211,23 +217,23 @@ class Parser(argparse.ArgumentParser):
         sys.exit(refuse(f"{message} (see --help)"))
 
     def empty(self, args: argparse.Namespace) -> None:
-        """Refuse flags of no value, as "$MODEL" is where nobody has set it."""
+        """Refuse flags with an empty value, such as "$MODEL" if that variable is not set."""
         for name, value in vars(args).items():
             if value == "":
-                self.error(f"{flag(name)} is empty: name one, or leave it out")
+                self.error(f"{flag(name)} is empty: give a value, or leave it out")
 
     def unused(self, args: argparse.Namespace, names: str, why: str) -> None:
-        """Refuse the flags of these names, where they would do nothing."""
+        """Refuse flags with these names where they would have no effect."""
         for name in names.split():
             if getattr(args, name) != self.get_default(name):
-                self.error(f"{flag(name)} has no use {why}: leave it out")
+                self.error(f"{flag(name)} has no effect {why}: leave it out")
 
 
 def check_folder(path: Path) -> None:
-    """UserError if the folder can neither be made nor written to. Nothing changes."""
+    """UserError if the folder cannot be created or written to. Changes nothing."""
     path = path.resolve()
     nearest = next(folder for folder in (path, *path.parents) if folder.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
         raise UserError(
-            f"{path} is not a folder, or cannot be written: name one of yours, or a new one in it"
+            f"{path} is not a folder, or cannot be written to: name one that you can write to"
         )

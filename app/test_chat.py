@@ -71,7 +71,7 @@ def test_the_temperature_of_a_chat_is_told():
 def test_a_command_that_cannot_be_obeyed_changes_nothing(tmp_path):
     talk = Conversation(False, None, [{"role": "user", "content": "a"}])
     for typed, says in (
-        ("/quit", "/quit is no command: /help tells all"),
+        ("/quit", "/quit is not a command: /help lists all"),
         ("/etc/passwd is a file", "a message that begins with / needs a space"),
         ("/system be brief", "needs a chat template"),
         ("/save", "needs the name of a file"),

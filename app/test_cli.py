@@ -250,7 +250,7 @@ def test_a_bad_line_keeps_its_id_and_the_others_are_served(base, capsys, tmp_pat
         ),
         ('{"id": null}', "prompt is None"),
         ('{"prompt": "a", "id": [1], "top_p": 7}', "top_p is 7"),
-        ('{"prompt": "a", "id": 4, "gamma": 2}', "gamma is about drafted tokens"),
+        ('{"prompt": "a", "id": 4, "gamma": 2}', "gamma needs drafted tokens"),
         ('{"prompt": "a", "id": 5, "system": 3}', "a system message"),
         ('{"prompt": "a", "id": 6, "raw": 1}', "raw is 1"),
         ('{"prompt": "a", "id": 8, "chat": true}', "'chat' is no field"),
@@ -258,7 +258,7 @@ def test_a_bad_line_keeps_its_id_and_the_others_are_served(base, capsys, tmp_pat
         ('{"prompt": "a", "id": 9, "max_tokens": null, "stop": ""}', "stop is ''"),
         ("[]", "it holds a list"),
         ('{"prompt": "a", "messages": []}', "prompt is 'a'"),
-        ('{"custom_id": "a", "body": {}}', "a batch's line is for a server"),
+        ('{"custom_id": "a", "body": {}}', "OpenAI's batch API is for a server"),
         ('{"prompt": "a", ', "enclosed in double quotes at character 17: a line must be"),
     ]
     (tmp_path / "prompts").write_text("\ufeff" + "\n\n".join(line for line, _ in lines))
@@ -292,14 +292,14 @@ def test_results_go_to_a_file_and_what_was_there_stays_after_a_mistake(base, cap
     same = tmp_path / "folder" / ".." / "new"  # it is not there yet
     (tmp_path / "folder").mkdir()
     for wrong, says in (
-        (("--prompts", prompts, *flags[:-1], prompts), "is not empty, and what it holds"),
+        (("--prompts", prompts, *flags[:-1], prompts), "is not empty, and its contents"),
         (("--prompts", prompts, "--profile", prompts), "is the file of --prompts"),
         ((PROMPT, "--schema", schema, "--profile", schema), "is the file of --schema"),
         ((PROMPT, "--out", tmp_path / "new", "--profile", same), "is the file of --out"),
         ((PROMPT, *flags[:-1], tmp_path), "is not a file"),
-        ((PROMPT, *flags), "is not empty, and what it holds"),
+        ((PROMPT, *flags), "is not empty, and its contents"),
         ((PROMPT, *new, "--max-len", "3"), "the prompt has"),
-        (("--prompts", prompts, *new, "--no-cache"), "without a cache there are no"),
+        (("--prompts", prompts, *new, "--no-cache"), "need a cache"),
     ):
         status, _, err = run(capsys, *wrong)
         assert status == 2 and says in err and out.read_text() == text, err
@@ -317,7 +317,7 @@ def test_lines_are_served_without_a_cache_too(base, capsys, tmp_path):
     flags = ("--no-cache", "--max-batch", "1", "--max-tokens", "2", "--target", base)
     status, out, err = run(capsys, "--prompts", tmp_path / "prompts", *flags)
     results = [json.loads(line) for line in out.splitlines()]
-    assert status == 1 and "no logprobs" in results[0]["error"] and results[1]["tokens"]
+    assert status == 1 and "logprobs need a cache" in results[0]["error"] and results[1]["tokens"]
 
 
 def test_a_full_disk_is_told_with_the_name_of_the_file(base, capsys, tmp_path):
@@ -385,7 +385,7 @@ def test_a_grammar_comes_from_a_file_from_standard_input_or_as_it_stands(
     assert len(first["text"]) == 2 and first["text"].isdigit()
     assert second["text"] == "null"  # a line's own takes the place of the flag's
     status, _, err = run(capsys, "-", "--schema", "-")
-    assert status == 2 and "standard input holds the schema or the prompt" in err
+    assert status == 2 and "standard input cannot be both the schema and the prompt" in err
 
 
 # ---- Chat
@@ -511,10 +511,10 @@ BAD_FLAGS = told(
     --max-len 97 → max_len is 97: it must be from 2 to 96
     --tensor-parallel 65 → num_attention_heads is 4, which 65 processes cannot share
     --tensor-parallel -1 → --tensor-parallel is -1: it must be from 1 to
-    --tensor-parallel 2 --device cpu:0 → each process takes its own: name cpu
+    --tensor-parallel 2 --device cpu:0 → each process chooses its own: name cpu
     --n 1000000000000000000 → it must be from 1 to 65,536
     --seed 18446744073709551616 → seed is
-    --kv-memory inf → inf bytes, and
+    --kv-memory inf → inf bytes of memory, and
     --kv-memory 1e5 --kv contiguous → kv_memory is for the paged cache
     --stop '' → stop is ['']
     --schema /no/such/file → /no/such/file cannot be read
@@ -534,18 +534,18 @@ BAD_FLAGS = told(
     --target /no/such/folder → neither a folder
     --draft ngrams → tiny-eagle, ngram, self
     --prompts x → --prompts FILE has the prompts
-    --color → --color is about drafted
-    --logprobs 2 → --logprobs is about JSON results
-    --prompt-logprobs 2 → --prompt-logprobs is about JSON results
+    --color → --color needs drafted
+    --logprobs 2 → --logprobs is for JSON results
+    --prompt-logprobs 2 → --prompt-logprobs is for JSON results
     --logprobs 21 --json → logprobs is 21: it must be a whole number from 0 to 20
-    --gamma 2 → --gamma is about drafted tokens: name a --draft
-    --verify block → --verify is about drafted
-    --draft-bits 8 → --draft-bits is about drafted
+    --gamma 2 → --gamma needs drafted tokens: name a --draft
+    --verify block → --verify needs drafted
+    --draft-bits 8 → --draft-bits needs drafted
     --draft ngram --draft-bits 8 → draft_bits is 8, and there is no draft to round
-    --draft self --draft-bits 8 → draft_bits is 8, and there is no draft to round: self is INT4
+    --draft self --draft-bits 8 → draft_bits is 8, and there is no draft to round: self is
     --draft tiny-draft --draft-bits 5 → bits is 5; it must be 8, 4
-    --no-cache --kv-bits 8 → without a cache there are no drafts
-    --no-cache --draft self → without a cache there are no drafts
+    --no-cache --kv-bits 8 → drafts, batches and cache options need a cache
+    --no-cache --draft self → drafts, batches and cache options need a cache
     --draft ngram --gamma -1 → gamma is -1: it must be a whole number
     --draft ngram --gamma many → gamma is 'many'
     --draft ngram --gamma 1000000000000000000 → a step has a budget of 512 tokens
@@ -553,7 +553,7 @@ BAD_FLAGS = told(
     --draft ngram --color --json → --color is for text
     --draft no-such-model → 'no-such-model' is neither
     --draft tiny-draft → the draft's vocabulary is not the target's: token 256 is
-    --draft self --bits 4 → the target's weights are INT4 already
+    --draft self --bits 4 → the target's weights are already INT4
     """
 )
 BAD_FLAGS += [(f"--top-k {'9' * 5000}", "top_k is inf"), (f"--n {10**400}", "to 65,536")]
@@ -579,7 +579,7 @@ def test_a_bad_prompt_is_one_line(base, capsys, monkeypatch, tmp_path):
     for flags, says in (
         ([""], "the prompt has 0 tokens"),
         (["x" * 96], "the prompt has 96 tokens"),
-        (["a\udcff"], r"a\udcff has bytes that are no text here"),
+        (["a\udcff"], r"a\udcff has bytes that are not valid text"),
         (["--prompts", tmp_path / "none"], "No such file"),
         (["--prompts", tmp_path / "latin"], "cannot be read: 'utf-8' codec"),
         (["--prompts", "\0"], "cannot be read: embedded null"),

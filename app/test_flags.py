@@ -30,7 +30,7 @@ MISTAKES = told(
     --temperature -1 Once → temperature is -1: it must be from 0
     --max-tokens -1 Once → max_tokens is -1
     --regex a --choice b Once → regex and choice are given
-    --gamma 2 Once → --gamma is about drafted tokens
+    --gamma 2 Once → --gamma needs drafted tokens
     --verify maybe Once → verify is 'maybe': it must be block, token or coupled
     --kv-bits 5 Once → kv_bits is '5': it must be 16, 8, 4 or 8/4
     --out /nowhere/at/all Once → /nowhere/at/all is not a file
@@ -68,7 +68,12 @@ def test_help_and_mistakes_are_told_before_torch_is_imported(tmp_path):
 
 def test_help_has_groups_and_examples_that_can_be_typed():
     text = flags.parser().format_help()
-    for group in ("models and drafts", "texts", "batches, memory and the machine", "output"):
+    for group in (
+        "models and drafts",
+        "generation",
+        "batching, memory and hardware",
+        "output",
+    ):
         assert f"\n{group}:\n" in text
     assert f"default {Settings().max_tokens}" in text
     parsers = {"generate.py": flags.generate_flags, "serve.py": flags.server_flags}

@@ -322,7 +322,7 @@ def test_an_echo_is_bounded():
     body = dict(prompt=[5] * 500, echo=True)
     for beside in (dict(n=128), dict(n=64, logprobs=20)):
         assert read(False, offer, **body, **beside).body.echo
-    with pytest.raises(HttpError, match="^echo would tell 1,408,000 numbers") as error:
+    with pytest.raises(HttpError, match="^echo would return 1,408,000 numbers") as error:
         read(False, offer, **body, n=128, logprobs=20)
     assert (error.value.status, error.value.param) == (400, "echo")
 
@@ -392,7 +392,7 @@ BAD = told(
     completions {"prompt": [1, 4096]} → tokens are from 0 to 4095
     completions {"prompt": [-1]} → tokens are from 0 to 4095
     completions {"prompt": [true]} → prompt must be a text
-    completions {"prompt": "a", "n": 17} → 17 texts are asked for, and the server takes 16
+    completions {"prompt": "a", "n": 17} → 17 outputs are asked for, and the server accepts 16
     completions {"prompt": "a", "n": 0} → n is 0
     completions {"prompt": "a", "temperature": "hot"} → temperature is 'hot'
     completions {"prompt": "a", "seed": 9223372036854775808} → seed is 9223372036854775808
@@ -404,8 +404,8 @@ BAD = told(
     completions {"prompt": "a", "response_format": {"type": "json"}} → type is 'json': it must
     completions {"prompt": "a", "structured_outputs": {"x": 1}} → structured_outputs.x is not
     chat/completions {"messages": "a"} → messages is 'a'
-    chat/completions {} → messages must be a list of one message or more
-    chat/completions {"messages": []} → messages must be a list of one message or more
+    chat/completions {} → messages must be a list of at least one message
+    chat/completions {"messages": []} → messages must be a list of at least one message
     chat/completions {"messages": ["a"]} → messages[0] is 'a': it must be an object
     completions {"prompt": "a", "stop_token_ids": ["a"]} → stop_token_ids[0] is 'a': it must
     asked {"special": true} → special is not supported
@@ -423,7 +423,7 @@ BAD = told(
     asked {"echo": true} → echo is not supported: leave it out
     completions {"prompt": "a", "echo": 1} → echo is 1: it must be a valid boolean
     asked {"top_logprobs": 2} → top_logprobs needs logprobs
-    asked {"origins": true} → origins is told in chunks: set stream to true
+    asked {"origins": true} → origins are sent in chunks: set stream to true
     asked {"logprobs": true, "top_logprobs": "3"} → top_logprobs is '3'
     """
 )
@@ -896,7 +896,7 @@ def test_the_engines_failure_is_the_programs(capsys):
         status = asyncio.run(server.serve_until_signal(HTTPServer(), listener, batch, 1.0, []))
     err = capsys.readouterr().err
     assert status == 1 and "ZeroDivisionError" in err
-    assert err.endswith("error: the engine has failed, and so the server ends\n")
+    assert err.endswith("error: the engine has failed, so the server ends\n")
 
 
 # ---- What is watched
@@ -1082,7 +1082,7 @@ def test_a_signal_amid_streams(capsys):
     with running("--grace", "300") as (process, port):
         assert server.main(["--port", str(port)]) == 2
         err = capsys.readouterr().err
-        assert f"nothing can listen on 127.0.0.1, port {port}" in err and err.count("\n") == 1
+        assert f"cannot listen on 127.0.0.1, port {port}" in err and err.count("\n") == 1
         asked = dict(prompt=PROMPT, max_tokens=100, ignore_eos=True, temperature=0, stream=True)
         response = opened(port, **asked)
         first = response.readline()
@@ -1095,7 +1095,7 @@ def test_a_signal_amid_streams(capsys):
         assert b'"finish_reason": "length"' in rest and b'"error"' not in rest
         _, err = process.communicate(timeout=60)
         assert process.returncode == 130
-        assert err.count("\n") == 1 and "open texts are finished (1)" in err
+        assert err.count("\n") == 1 and "finishing open requests (1)" in err
 
 
 @pytest.mark.slow
@@ -1109,7 +1109,7 @@ def test_grace_is_limited_and_a_second_signal_ends_at_once():
         assert b"the server stops" in rest and rest.endswith(b"data: [DONE]\n\n")
         _, err = process.communicate(timeout=20)
         assert process.returncode == 129
-        assert "after 0.1 s the texts that are still open end here (1)" in err
+        assert "after 0.1 s, the requests that are still open are ended (1)" in err
     with running() as (process, port):
         response = opened(port, **long)
         process.terminate()
@@ -1122,8 +1122,8 @@ def test_mistakes_are_one_line(capsys):
     table = r"""
         --port 70000 → --port is 70000
         --max-queue 0 → --max-queue is 0
-        --gamma 2 → --gamma is about drafted tokens
-        --draft-bits 4 → --draft-bits is about drafted tokens
+        --gamma 2 → --gamma needs drafted tokens
+        --draft-bits 4 → --draft-bits needs drafted tokens
         --grace -1 → --grace is -1.0
         --api-key '' → --api-key is empty
         --host '' → --host is empty
@@ -1137,8 +1137,8 @@ def test_mistakes_are_one_line(capsys):
         --allow-origin https://[::1]:443 → --allow-origin is 'https://[::1]:443'
         --tensor-parallel 2 → a server is one process
         --api-key 'a{line}' → --api-key begins or ends with a space
-        --host {byte} → nothing can listen on
-        --host no.such.host.invalid → nothing can listen on no.such.host.invalid
+        --host {byte} → cannot listen on
+        --host no.such.host.invalid → cannot listen on no.such.host.invalid
         --prompts x → unrecognized arguments
         --target none → 'none' is neither
     """

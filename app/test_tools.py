@@ -16,7 +16,8 @@ from app.conversation import read_conversation
 from app.fields import ChatBody, Function
 from app.openai import Offer, Reply
 from app.server import http_error
-from app.tools import CallFormat, CallReader, Tools, call_grammar
+from app.tools import CallFormat, CallReader, Tools, call_format, call_grammar
+from checkpoint.sandbox import render
 from conftest import TIMES
 from errors import UserError
 from loading import Model
@@ -170,6 +171,45 @@ def test_white_space_without_an_end_is_not_held_back(begun):
     for num_lines in (10, 1000):
         shown += reader.feed(num_lines * "\n", False).content
     assert len(begun) + 1000 < len(shown) < len(begun) + 1011
+
+
+# ---- Forms
+
+# How a template lays out a call; what is read of it, or what the refusal shows.
+FORMS = {
+    '<tool_call>\n{"name": "NAME", "arguments": ARGS}\n</tool_call>': ("<tool_call>", "\n"),
+    '<call>[{"arguments": ARGS, "name": "NAME"}]</call>': ("<call>", "\n"),
+    '{"type": "function", "name": "NAME", "parameters": ARGS}': ("", "\n"),
+    '<|im_end|><tool_call>{"name": "NAME", "arguments": ARGS}': "writes calls as '<|im_end|><tool_",
+    '<tool_call>{"id": "ID", "name": "NAME", "arguments": ARGS}': """as '<tool_call>{"id": "zq""",
+    '<tool_call>{"function": {"name": "NAME", "arguments": ARGS}}': """as '<tool_call>{"func""",
+    "<tool_call><function=NAME>{{ a.zqkey }}</function>": "as '<tool_call><function=NAME>B<",
+    "[NAME(zqkey={{ a.zqkey | tojson }})]": "writes calls as ",
+    "": "shows no call of an earlier answer",
+}
+
+
+@pytest.mark.parametrize("written", FORMS)
+def test_the_form_of_calls_is_asked_of_the_template(written):
+    call = written.replace("NAME", "{{ f.name }}").replace("ID", "{{ c.id }}")
+    call = call.replace("ARGS", "{{ a | tojson }}")
+    call = f"{{% set f = c.function %}}{{% set a = f.arguments %}}{call}\n"
+    source = (
+        "{{ tools[0].function.name }}"
+        "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}"
+        f"{{% for c in m.tool_calls or [] %}}{call}{{% endfor %}}<|im_end|>{{% endfor %}}"
+    )
+
+    def lay_out(messages, tools):
+        return render(source, {"messages": messages, "tools": tools})[0]
+
+    form = call_format(lay_out, ["<|im_start|>", "<|im_end|>"])
+    expected = FORMS[written]
+    if isinstance(expected, str):
+        assert expected in form
+        return
+    assert (form.opening, form.separator) == expected
+    assert call_format(lambda *asked, **how: "", []).startswith("leave it out")
 
 
 # ---- Grammars

@@ -35,7 +35,7 @@ class Thoughts(NamedTuple):
 
     def begin_in(self, prompt: str) -> bool:
         """Whether an answer to this prompt begins amid the thoughts."""
-        return prompt.rstrip().endswith(self.opening)
+        return prompt.endswith(self.opening)
 
 
 def find_thoughts(lay_out: Callable[..., str], source: str) -> Thoughts | None:
@@ -46,13 +46,15 @@ def find_thoughts(lay_out: Callable[..., str], source: str) -> Thoughts | None:
         or up to which a later prompt cuts an earlier answer,
         or whose opening ends a prompt, though no answer of a conversation begins with it.
     """
-    prompt = lay_out([ASKED], True)
+    prompt = lay_out([ASKED], True).rstrip()
     told = lay_out([ASKED, answer(ANSWER, reasoning_content=THOUGHT)])
-    head = lay_out([ASKED, answer(ANSWER)]).partition(ANSWER)[0]
-    for tag in dict.fromkeys(re.findall(r"<\w+>|\[\w+\]", re.sub(r"([<\[])/", r"\1", source))):
+    head = lay_out([ASKED, answer(ANSWER)]).partition(ANSWER)[0].rstrip()
+    opened = re.sub(r"([<\[])/", r"\1", source)
+    for tag in dict.fromkeys(re.findall(r"<\w+>|\[\w+\]", opened)):
         tags = Thoughts(tag, f"{tag[0]}/{tag[1:]}")
         opening, closing = map(re.escape, tags)
-        past = lay_out([ASKED, answer(f"{tags.opening}{THOUGHT}{tags.closing}{ANSWER}"), ASKED])
+        thinking = answer(f"{tags.opening}{THOUGHT}{tags.closing}{ANSWER}")
+        past = lay_out([ASKED, thinking, ASKED])
         is_around = re.search(rf"{opening}\s*{THOUGHT}\s*{closing}", told)
         is_cut = ANSWER in past and THOUGHT not in past
         begins = tags.begin_in(prompt) and not tags.begin_in(head)
@@ -73,7 +75,9 @@ class ThoughtReader:
         self._tags: list[regex.Pattern] = []  # those that are still to come
         if tags is not None:
             opening, closing = (SPACE + regex.escape(tag) for tag in tags)
-            self._tags = [regex.compile(rf"^{opening}"), regex.compile(closing)][is_inside:]
+            self._tags = [regex.compile(closing)]
+            if not is_inside:
+                self._tags.insert(0, regex.compile(rf"^{opening}"))
         self._skips_space = is_inside
 
     def feed(self, piece: str, is_last: bool) -> tuple[str, str]:

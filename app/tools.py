@@ -6,20 +6,27 @@
                     {"name": "add", "arguments": {"a": 1, "b": 2}}
                     </tool_call>
 
-The model's chat template tells it which functions there are. `CallReader` divides its text into
-content and calls, and `call_grammar` makes it write calls.
+The model's chat template tells it which functions there are, and shows it the calls of earlier
+answers. So `call_format` asks the template: it lays out an answer with a call, and one with two.
+`CallReader` divides a text into content and calls, and `call_grammar` makes it write calls.
 
-A call begins with `<tool_call>` anywhere in a text; a model without tags writes one call, where its
-text begins. The name comes before the arguments. What is nearly a call, or calls a function that
-was not declared, is content. In a text without a grammar the arguments may be no JSON, as those of
-OpenAI's models: what has begun as a call is a call, even if it is cut. A text has a grammar if
+A call begins with the tag anywhere in a text; a model without tags calls where its text begins, and
+then again behind a call. Its keys may be in any order: if the name comes first, arguments are told
+as they come, otherwise when all of the call is there. What is nearly a call, or calls a function
+that was not declared, is content. In a text without a grammar the arguments may be no JSON, as
+those of OpenAI's models: what has begun as a call is a call, even if it is cut. A grammar is for
+texts in four cases:
 
-    a call is required              it comes first, without reasoning; arguments follow their schema
+    a call is required              it comes first; arguments follow their schema
     a function is strict            its arguments follow its schema
     there may be one call alone     its arguments are an object
+    the answer has a schema         it is a call, or follows that schema
+
+Thoughts come before all of this (thoughts.py).
 
 Invariant: content and calls do not depend on how a text is cut into pieces.
-Not covered: other forms ([TOOL_CALLS], Python's notation, arguments before the name).
+Not covered: other forms (Python's notation, XML, tags that are control tokens); an error shows the
+template's own. Keys in an order of their own where one tag has several calls, or text comes after.
 """
 
 import json
@@ -87,7 +94,7 @@ def call_format(lay_out: Callable[..., str], control: Collection[str]) -> CallFo
     written = once[len(os.path.commonprefix([plain, once])) :]
     if NAME not in plain + once:
         return NO_TOOLS
-    if KEY not in written:
+    if NAME not in written:
         return "the chat template shows no call of an earlier answer as a model; leave it out"
     shown = brief(written.replace(NAME, "NAME").replace(KEY, "A").replace(TEXT, "B"), 100)
     written = written.removesuffix(plain.rpartition(TEXT)[2])
@@ -300,12 +307,12 @@ def call_grammar(tools: Tools, answer: str | None = None) -> str | None:
     is_after_text = bool(tag) and is_any and not tools.must_call
     separator = form.separator if tools.is_parallel else None
     several = "call" if separator is None else f"call ({json.dumps(separator)} call)*"
-    start = several if tools.must_call else f"{several} | answer?"
+    start = several if tools.must_call else f"{several} | answer"
     text = rf"/\s*[^{form.written[:1]}\s](?s:.*)/"
     if tag:
         text = rf"/(?s:.+)/ & ~/(?s:.*){tag}(?s:.*)/"
     if is_after_text and tools.is_parallel:
-        start = "call* answer?"
+        start = "call* answer"
     opening = f": {json.dumps(form.opening)}"
     if is_after_text:
         opening = rf"[lazy]: /(?s:.*){tag}/"
@@ -314,7 +321,7 @@ def call_grammar(tools: Tools, answer: str | None = None) -> str | None:
         f"start: {start}",
         f"call: opening ({' | '.join(names)})",
         f"opening{opening}",
-        f"answer: {answer or 'TEXT'}",
+        f"answer: {answer or 'TEXT?'}",
         f"TEXT: {text}",
     ]
     for name, function in zip(names, tools.functions):

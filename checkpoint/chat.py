@@ -201,5 +201,6 @@ def check_message(n: int, message: Any) -> None:
         if isinstance(message["role"], str) and isinstance(message["content"], str):
             return
     raise UserError(
-        f"message {n} is {brief(message)}; it must hold a role and a content, both text, no more"
+        f"message {n} is {brief(message)}; it must hold a role and a content, both text, and "
+        "nothing else"
     )

@@ -109,7 +109,7 @@ class Config:
         if H % G or self.head_dim % 2 or not self.head_dim:
             raise UserError(
                 f"num_attention_heads {H} must be a multiple of num_key_value_heads {G}, and "
-                f"head_dim {self.head_dim} even, and above 0: rotary embeddings turn pairs"
+                f"head_dim {self.head_dim} even and above 0, because rotary embeddings rotate pairs"
             )
         scaling = self.rope_scaling or {}
         if scaling.get("low_freq_factor", 0) >= scaling.get("high_freq_factor", 1):
@@ -221,7 +221,7 @@ class Config:
         """The same model with quantized weights. UserError if they are already."""
         if self.quantization is not None:
             raise UserError(
-                f"the weights are {self.quantization.name} already, and {layout.name} is asked "
+                f"the weights are already {self.quantization.name}, and {layout.name} is asked "
                 "for: quantize the folder that they were made from, or leave the bits out"
             )
         return replace(self, quantization=layout)
@@ -320,7 +320,7 @@ def rope_settings(present: Json) -> Json:
             if settings.get(key, value) != value:
                 raise UserError(
                     f"{key} is {settings[key]!r} in rope_scaling, or beside it, and {value!r} in "
-                    "rope_parameters: take one of both out of the file"
+                    "rope_parameters: remove one of the two from the file"
                 )
         settings |= more
         if settings or name == "rope_parameters":

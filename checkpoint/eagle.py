@@ -160,12 +160,12 @@ class EagleConfig:
             if own != wanted:
                 raise UserError(
                     f"the head is for another target: its {name} is {own}, and this target has "
-                    f"{wanted}; take the head that was trained for it"
+                    f"{wanted}; use the head that was trained for it"
                 )
         if max(layers) >= target.num_hidden_layers:
             raise UserError(
                 f"the head reads layers {layers}, and this target has {target.num_hidden_layers}; "
-                "take the head that was trained for it"
+                "use the head that was trained for it"
             )
 
     def layers_of(self, target: Config) -> tuple[int, ...]:
@@ -179,7 +179,7 @@ def check_head_flags(settings: Json) -> None:
     """UserError for an unknown flag that is on, or a known one that is neither true nor false."""
     for name, value in settings.items():
         if value is True and name not in (*FLAGS, *HARMLESS, *LAYER_FLAGS):
-            raise UserError(f"{name} is on: heads with it are not covered; take another head")
+            raise UserError(f"{name} is on: heads with it are not supported; use another head")
     for name in FLAGS:
         check_setting(name, settings.get(name), None, False, True)
     if settings.get("norm_before_fc") and settings.get("fc_norm"):

@@ -17,8 +17,8 @@ LARGEST_JSON = 2**22  # bytes
 
 
 def read_bytes(file: Path, limit: int) -> bytes:
-    """An ordinary file's bytes (a pipe may have no end). FileNotFoundError or UserError names the
-    file."""
+    """The bytes of a regular file (a pipe may have no end). FileNotFoundError or UserError names
+    the file."""
     if not file.exists():
         raise FileNotFoundError(
             f"{file} is missing: a model folder needs config.json, tokenizer.json (or "
@@ -27,14 +27,14 @@ def read_bytes(file: Path, limit: int) -> bytes:
         )
     if not file.is_file() or file.stat().st_size > limit:
         raise UserError(
-            f"{file} is no ordinary file, or too large (of its bytes, at most {limit} make sense)"
+            f"{file} is not a regular file, or it is too large (at most {limit} bytes are read)"
         )
     return file.read_bytes()
 
 
 def read_bounded(file: Path, limit: int = LARGEST_JSON) -> str:
-    """An ordinary file's text, without a byte order mark. FileNotFoundError or UserError names
-    it."""
+    """The text of a regular file, without a byte order mark. FileNotFoundError or UserError names
+    the file."""
     data = read_bytes(file, limit)
     try:
         return data.decode("utf-8-sig")
@@ -70,8 +70,8 @@ def check_file(path: Path) -> None:
     other = path.exists() and not path.is_file()  # a folder, a device or a pipe
     if other or not path.parent.is_dir() or not os.access(path.resolve().parent, os.W_OK):
         raise UserError(
-            f"{path} is not a file, or cannot be written: name one, or a new one, "
-            "in a folder of yours"
+            f"{path} is not a file, or cannot be written to: name a file in a folder that "
+            "you can write to"
         )
 
 

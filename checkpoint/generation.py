@@ -96,7 +96,7 @@ class GenerationConfig:
         except UserError as error:
             rule = brief(error)
             raise UserError(
-                f"the model's {self.where}: {rule}; or ask for another yourself"
+                f"the model's {self.where}: {rule}; or give another value yourself"
             ) from None
         return {"temperature": float(samples)} | recommended | asked
 

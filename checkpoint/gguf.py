@@ -198,7 +198,7 @@ class HeaderReader:
 def read_header(file: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
     """The metadata and the tensors of one file, which may be a part of a split."""
     if not file.is_file():
-        raise UserError(f"{file} is missing, or no ordinary file: fetch it again")
+        raise UserError(f"{file} is missing, or not a regular file: fetch it again")
     with file.open("rb") as opened:
         return HeaderReader(file, opened).read()
 
@@ -209,7 +209,7 @@ def split_files(file: Path, count: Any) -> list[Path]:
     if not match or int(match[2]) != count:
         raise UserError(
             f"{file}: its split.count is {brief(count)}, so its name must end as in "
-            "-00001-of-00009.gguf, where 9 is this count: give all files the names that they had"
+            "-00001-of-00009.gguf, where 9 is this count: restore the original names of all files"
         )
     prefix, total = match.groups()
     return [file.with_name(f"{prefix}-{i:05}-of-{total}.gguf") for i in range(1, int(total) + 1)]

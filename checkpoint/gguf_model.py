@@ -181,7 +181,7 @@ def config_json(gguf: GGUF) -> Json:
     is_scaled = kind != "none" and (factor or kind != "linear")
     embedding = gguf.tensors.get("token_embd.weight")
     if embedding is None:
-        raise UserError(f"{gguf.file} has no token_embd.weight: it is no whole model")
+        raise UserError(f"{gguf.file} has no token_embd.weight: it is not a complete model")
     model_type = MODEL_TYPES[architecture(gguf)]
     window = setting(gguf, "attention.sliding_window") or None  # 0: none
     return data | {

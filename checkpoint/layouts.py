@@ -113,8 +113,8 @@ def check_skipped(how: Json, name: str) -> None:
             layers = [module for module in layers if is_of_layer(module)]
     if layers:
         raise UserError(
-            f"quantization_config: {name} has {layers!r}; all layers must be quantized alike, and "
-            "only lm_head be left out"
+            f"quantization_config: {name} has {layers!r}; all layers must be quantized the same "
+            "way, and only lm_head may be left out"
         )
 
 

@@ -167,8 +167,8 @@ def check_tensors(checkpoint: Checkpoint, model: Weights) -> None:
     if is_stored_twice and not torch.equal(checkpoint.read(HEAD), checkpoint.read(EMBEDDING)):
         raise UserError(
             f"tensor {HEAD} of {checkpoint.folder} differs from {EMBEDDING}, though config.json "
-            "ties them: set its tie_word_embeddings to false, so that the head counts, or take "
-            "the head out of the file"
+            "ties them: set its tie_word_embeddings to false, so that the head is used, or remove "
+            "the head from the file"
         )
 
 

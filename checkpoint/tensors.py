@@ -119,7 +119,7 @@ class Checkpoint:
         for name in self.headers.keys() - expected.keys():
             if not re.fullmatch(HARMLESS, name):
                 raise UserError(
-                    f"tensor {brief(name)} in {self.files[name]} has no place in the model of "
+                    f"tensor {brief(name)} in {self.files[name]} does not belong to the model of "
                     "the config"
                 )
 

@@ -260,7 +260,7 @@ def test_files_that_are_none(tmp_path):
     empty = tmp_path / "empty.gguf"
     empty.touch()
     for file in (empty, tmp_path, tmp_path / "missing.gguf"):
-        with pytest.raises(UserError, match="0 are left|is missing, or no ordinary file"):
+        with pytest.raises(UserError, match="0 are left|is missing, or not a regular file"):
             GGUF.open(file)
 
 

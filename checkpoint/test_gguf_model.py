@@ -314,7 +314,7 @@ def test_what_is_not_honoured_is_named(tmp_path):
     odd_kind = {"tokenizer.ggml.token_type": [6, *kinds[1:]]}
     twice = {"tokenizer.ggml.tokens": [texts[5], *texts[1:]]}
     more = [(odd_kind, "kinds are from 1 to 5"), (twice, "is there twice")]
-    with pytest.raises(UserError, match="no token_embd.weight: it is no whole model"):
+    with pytest.raises(UserError, match="no token_embd.weight: it is not a complete model"):
         Llama.load(write(tmp_path / "vocabulary.gguf", settings_of(SHAPE).items()))
     cases = [(json.loads(change), says) for change, says in REFUSED] + more
     for i, (change, says) in enumerate(cases):

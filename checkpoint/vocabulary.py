@@ -149,8 +149,8 @@ def unless_given_up(merge: Merge, text: str) -> list[int]:
         if type(error).__name__ != "PanicException":
             raise
         raise UserError(
-            f"the tokenizer gives a text of {len(text):,} characters up ({brief(error)}): change "
-            "the text, or use another tokenizer"
+            f"the tokenizer cannot handle a text of {len(text):,} characters ({brief(error)}): "
+            "change the text, or use another tokenizer"
         ) from None
 
 

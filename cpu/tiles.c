@@ -12,17 +12,17 @@
 //     bfloat16      x ≈ high + low, the nearest bfloat16 and the one nearest to the rest: off by at
 //                   most 2^-17 |x|. Every product by such a W is made so, of few rows in vectors
 //                   (`few_real`) that add in the tiles' order: so the bits of a row do not depend
-//                   on how many rows a step has
+//                   on how many rows a step has. A sum has LONG columns
 //
-//     A: [stretches, tiles, blocks, 2, R, 64 bytes]      tiles: ⌈T / R⌉; 2: high and low. Of
-//                                                        bfloat16 all columns are one stretch
-//     B: [panels, blocks, 16, WIDE, 4 bytes]             four bytes: columns that A has there, too
+//     A: [stretches, ⌈T / tile_rows⌉, blocks, 2, tile_rows, 64 bytes]      2: high and low. In
+//                                          bfloat16, all columns are one stretch of this array
+//     B: [panels, blocks, 16, WIDE, 4 bytes]     four bytes: the same columns as in A
 //
 // What a block has beyond its stretch is 0 in A; so B may have any number there, but NaN.
 //
-// Tiles are multiplied faster than memory is read. So a thread takes LONG columns of x, which stay
-// in its second cache, through all its panels, then the next LONG; and while two panels are
-// multiplied, the next two are fetched, a few lines for each block, and so is y, for writing.
+// A core multiplies tiles faster than it reads memory. So a thread multiplies LONG columns of x,
+// which stay in its L2 cache, by those columns of all its panels before it goes on to the next.
+// While it multiplies two panels, it fetches the next two, a few lines for each block, and y.
 
 // MOST_BLOCKS: of any stretch of whole numbers. LONG: columns that a sum of bfloat16 runs over.
 // FEW_WHOLE, FEW_REAL: up to so many rows cost less in vectors.
@@ -184,8 +184,7 @@ INLINE void tiled_whole(Stretch a, const Rows *x, long T, const int P) {
         }
         if (t >= T) return;
         before = least(T - t, x->tile_rows);
-        STORE(0, sums[0]); STORE(1, sums[1]);
-        if (P > 1) { STORE(2, sums[2]); STORE(3, sums[3]); }
+        STORE(0, sums[0]); STORE(1, sums[1]); STORE(2, sums[2]); STORE(3, sums[3]);
         a.x += x->tile;
     }
 }
@@ -195,8 +194,8 @@ static void copy_rows(const float *from, long from_row, float *to, long to_row, 
     for (long t = 0; t < T; t++) memcpy(to + t * to_row, from + t * from_row, n * sizeof *to);
 }
 
-// As some_panels in products.c. Lines of y are far apart, so the caches hold few of them: what a
-// pair of panels adds up lies side by side, in `sums`, meanwhile.
+// Lines of y are far apart, so the caches hold few of them: what a pair of panels adds up lies side
+// by side, in `sums`, meanwhile.
 static void some_whole(const Weight *w, Rows x, float *y, long T, long N, long first, long last) {
     long stretch = least(w->group, STRETCH), near = 2 * LONG / stretch * stretch;
     long unit = WIDE * BYTES[w->kind], columns = COLUMNS[w->kind];
@@ -237,9 +236,9 @@ static void some_whole(const Weight *w, Rows x, float *y, long T, long N, long f
 
 // ---- bfloat16 -----------------------------------------------------------------------------------
 
-// T rows of x by P panels over a stretch. The rows are in Q tiles, R in each; each has P sums, of
-// high and of low. Of `a`, units are blocks; row: bytes from high to low.
-INLINE void tiled_real(const Stretch *a, long T, long R, const int Q, const int P) {
+// T rows of x by P panels over a stretch. The rows are in two tiles, R in each, or in one; each has
+// P sums, of high and of low. Of `a`, units are blocks; row: bytes from high to low.
+static void tiled_real(const Stretch *a, long T, long R, int P) {
     vec sums[4][TILE_ROWS][VECS] __attribute__((aligned(64)));
     const char *x = a->x, *w = a->w, *soon = a->soon;
     ZERO(0); ZERO(1); ZERO(2); ZERO(3);
@@ -255,14 +254,13 @@ INLINE void tiled_real(const Stretch *a, long T, long R, const int Q, const int 
             LOAD(4, x);
             ADD(tdpbf16ps, 0, 4, 6);
             if (P > 1) ADD(tdpbf16ps, 1, 4, 7);
-            if (Q == 1) continue;
+            if (T <= R) continue;
             LOAD(5, x + R * 64);
             ADD(tdpbf16ps, 2, 5, 6);
             if (P > 1) ADD(tdpbf16ps, 3, 5, 7);
         }
     }
-    STORE(0, sums[0]); STORE(1, sums[1]);
-    if (Q > 1) { STORE(2, sums[2]); STORE(3, sums[3]); }
+    STORE(0, sums[0]); STORE(1, sums[1]); STORE(2, sums[2]); STORE(3, sums[3]);
     for (long t = 0; t < T; t++) for (int p = 0; p < P; p++) for (int v = 0; v < VECS; v++) {
         int second = t >= R;                                                    // tile
         vec *y = (vec *)(a->y + t * a->N + p * WIDE + v * LANES);
@@ -305,35 +303,38 @@ INLINE void few_real(const Stretch *a, const int T, const int P) {
 // Columns of the next sum, of those that are left: whole blocks, then what is less than one.
 static long next_sum(long left) { return left < 32 ? left : least(LONG, left / 32 * 32); }
 
-// As some_panels in products.c.
+// T rows of x by P panels over a stretch: in vectors, or in tiles of R rows.
+static void multiply_real(Stretch a, const Rows *x, long T, long R, int P) {
+    if (R == 1 && P > 1) few_real(&a, 1, 4);
+    else if (R == 1) few_real(&a, 1, 1);
+    else if (R == 2 && P > 1) few_real(&a, 2, 2);
+    else if (R == 2) few_real(&a, 2, 1);
+    else for (long t = 0; t < T; t += x->tile_rows) {
+        tiled_real(&a, least(x->tile_rows, T - t), R, P);
+        a.x += x->tile, a.y += x->tile_rows * a.N, a.soon += a.units * a.pace;
+    }
+}
+
 static void some_real(const Weight *w, Rows x, float *y, long T, long N, long first, long last) {
-    long all = x.tile_rows, R = all > TILE_ROWS ? all / 2 : all, few = all <= FEW_REAL;
-    long wide = few ? 4 / all : 2;
+    long all = x.tile_rows, R = all > TILE_ROWS ? all / 2 : all, few = R <= FEW_REAL;
+    long wide = few ? 4 / R : 2;                    // panels, so that sums fit the registers
     char *room = allocate(4 * TILE_BYTES);
     unsigned before = _mm_getcsr();
     _mm_setcsr(before | 0x8040);                    // as in tiles, what is subnormal is 0
     if (!few) begin_tiles(R);
-    for (long k = 0, n; k < x.K; k += n) for (long p = first, P; p < last; p += P) {
-        n = next_sum(x.K - k), P = last - p < wide ? 1 : wide;
-        Stretch a = stretch_at(w, p, k, n);
-        a.soon = a.w + (p + P < last ? P * a.panel : (first - p) * a.panel + n * WIDE * 2);
-        a.far = a.panel, a.pace = parts(TILE_BYTES / 64, parts(T, all)) * 64;
-        a.x = x.x + k / 32 * 128 * all, a.y = y + p * WIDE;
-        a.row = 64 * all, a.N = N, a.units = parts(n, 32), a.first = k == 0;
-        for (long c = 0; n < 32 && c < P; c++)
-            panel_to_tiles(BF16, a.w + c * a.panel, parts(n, 2), room + c * TILE_BYTES, 1);
-        if (n < 32) a.w = room, a.panel = TILE_BYTES;
-        for (long t = 0; t < T; t += all, a.x += x.tile, a.y += all * N) {
-            long rows = least(all, T - t);
-            if (all == 1 && P > 1) few_real(&a, 1, 4);
-            else if (all == 1) few_real(&a, 1, 1);
-            else if (all == 2 && P > 1) few_real(&a, 2, 2);
-            else if (all == 2) few_real(&a, 2, 1);
-            else if (rows > R && P > 1) tiled_real(&a, rows, R, 2, 2);
-            else if (rows > R) tiled_real(&a, rows, R, 2, 1);
-            else if (P > 1) tiled_real(&a, rows, R, 1, 2);
-            else tiled_real(&a, rows, R, 1, 1);
-            a.soon += a.units * a.pace;
+    for (long k = 0, n; k < x.K; k += n) {
+        n = next_sum(x.K - k);
+        for (long p = first, P; p < last; p += P) {
+            P = last - p < wide ? 1 : wide;
+            Stretch a = stretch_at(w, p, k, n);
+            a.soon = a.w + (p + P < last ? P * a.panel : (first - p) * a.panel + n * WIDE * 2);
+            a.far = a.panel, a.pace = parts(TILE_BYTES / 64, parts(T, all)) * 64;
+            a.x = x.x + k / 32 * 128 * all, a.y = y + p * WIDE;
+            a.row = 64 * all, a.N = N, a.units = parts(n, 32), a.first = k == 0;
+            for (long c = 0; n < 32 && c < P; c++)
+                panel_to_tiles(BF16, a.w + c * a.panel, parts(n, 2), room + c * TILE_BYTES, 1);
+            if (n < 32) a.w = room, a.panel = TILE_BYTES;
+            multiply_real(a, &x, T, R, P);
         }
     }
     if (!few) end_tiles();
@@ -341,6 +342,7 @@ static void some_real(const Weight *w, Rows x, float *y, long T, long N, long fi
     free(room);
 }
 
+// As some_panels in products.c.
 static void some_tiles(const Weight *w, Rows x, float *y, long T, long N, long first, long last) {
     (w->kind == BF16 ? some_real : some_whole)(w, x, y, T, N, first, last);
 }

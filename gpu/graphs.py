@@ -122,8 +122,8 @@ class BucketMetadata(AttentionMetadata):
         super().__init__((), cache.block_size, proxy(cache))
         self.bucket = bucket
         self.num_new_tokens = [bucket.each] * bucket.sequences
-        self._set_parts(padded_metadata((), self.block_size, bucket), bucket.blocks)
-        self._set_views(send(self.buffer, cache.device))
+        parts = padded_metadata((), self.block_size, bucket)
+        self._set_parts(parts, bucket.blocks, cache.device)
         self.backend["longest"] = bucket.blocks * cache.block_size
 
     def fill(self, sequences: Sequence[SequenceSlice]) -> None:

@@ -308,7 +308,7 @@ def test_a_refilled_bucket_is_the_step_itself():
         metadata.fill(sequences)
         for store, reference in ((cache.keys, other.keys), (cache.values, other.values)):
             reference.parts[0].copy_(store.parts[0])
-        alone = AttentionMetadata(sequences, 4, other).to(other.device)
+        alone = AttentionMetadata(sequences, 4, other, other.device)
         T = len(alone.positions)
         assert metadata.positions[:T].tolist() == alone.positions.tolist()
         assert metadata.slot_mapping.tolist() == alone.slot_mapping.tolist() + [-1] * (6 - T)

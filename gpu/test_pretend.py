@@ -324,7 +324,7 @@ CASES = {
     "its own draft": ["--draft", "self", "--gamma", "2", "--kv-bits", "4"],
     "float64": ["--dtype", "float64"],
 }
-ONCE = {"run_rounds", "_verify"}  # a step
+ONCE = {"run_rounds", "_pick", "_verify"}  # a step
 OTHERS = {"draft", "feed"}  # where a draft has much to read
 
 

@@ -112,7 +112,16 @@ def test_shares_of_the_columns_add_up(layout, off, swiglu, monkeypatch):
     w = laid_out(torch.randn(136, 1024), layout, 64)
     assert plan_product(FEW + 1, 136, 1024, w.bits, 64 * (w.scale.shape[1] > 1), 4).shares > 2
     x = torch.randn(FEW + 1, 1024)
-    ys = [multiply(x, w, swiglu=swiglu) for _ in range(2)]
+    apart = []
+    launch = InterpretedFunction.run
+
+    def run(kernel: Any, *arguments: Any, **options: Any) -> None:
+        apart.append(kernel.fn.__name__ == "_product" and arguments[1] is not None)
+        launch(kernel, *arguments, **options)
+
+    with mock.patch.object(InterpretedFunction, "run", run):
+        ys = [multiply(x, w, swiglu=swiglu) for _ in range(2)]
+    assert any(apart) == (layout in (4, "nf4") and not off)
     assert torch.equal(*ys)
     assert_near(ys[0], x, w, None)
 
@@ -252,20 +261,31 @@ def test_a_product_is_a_launch_or_two(layout, T, expected):
 @pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter counts")
 @pytest.mark.parametrize("layout", [16, 8, 4, "nf4"])
 def test_a_program_reads_each_row_of_x_once(layout):
-    """Its tiles have eight columns and more, whose other columns are zeros."""
+    """Its tiles have eight columns and more, whose other columns are zeros. A copy of x, its odd
+    columns apart, is read once, too."""
     original = InterpreterBuilder.create_masked_load
+    launch = InterpretedFunction.run
     for T in (1, 3, FEW + 1):
         x = torch.randn(T, 512).half()
         read = 0
+        start = 0  # of x, or of the copy
+
+        def run(kernel: Any, *arguments: Any, **options: Any) -> None:
+            nonlocal start
+            start = arguments[0].untyped_storage().data_ptr()
+            launch(kernel, *arguments, **options)
 
         def load(builder: Any, pointers: Any, mask: Any, *more: Any) -> Any:
             nonlocal read
-            offset = pointers.data[mask.data].astype(np.int64) - x.data_ptr()
+            offset = pointers.data[mask.data].astype(np.int64) - start
             of_x = (offset >= 0) & (offset < x.nbytes)
             read += of_x.sum() * pointers.get_element_ty().primitive_bitwidth // 8
             return original(builder, pointers, mask, *more)
 
-        with mock.patch.object(InterpreterBuilder, "create_masked_load", load):
+        with (
+            mock.patch.object(InterpreterBuilder, "create_masked_load", load),
+            mock.patch.object(InterpretedFunction, "run", run),
+        ):
             multiply(x, laid_out(torch.randn(16, 512).half(), layout, 64))
         assert read == x.nbytes
 

@@ -95,6 +95,9 @@ def test_results_stay_where_a_part_is_turned_off(part, monkeypatch):
         launch(kernel, *arguments, grid=grid, **options)
 
     assert (GPU().step_budget > Ops.step_budget) == (part != "chunks")
+    with mock.patch.object(tuning, "has_sm_90", lambda device: True):
+        assert tuning.starts_early(DEVICE) == (part != "early")
+        assert tuning.fetches(DEVICE, 1) == (part != "fetch")
     with recorded() as recordings, mock.patch.object(InterpretedFunction, "run", run):
         logits, tokens = texts(GPU())
     assert ALL - launched == KERNELS.get(part, set())

@@ -76,7 +76,7 @@ def prompts_of(file: Path) -> list[str]:
                 prompts.append(prompt)
             case _:
                 raise UserError(
-                    f'{file}, line {number}: it must be like {{"prompt": "…"}}, no more'
+                    f'{file}, line {number}: it must be {{"prompt": "…"}}, and nothing else'
                 )
     if not prompts:
         raise UserError(f"{file} has no prompts: name another file")

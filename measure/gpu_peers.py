@@ -24,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels import Ops
 from measure.clock import in_turns, ratio
+from measure.contestants import transformers_text
 from measure.gpu_parts import (
     SHAPES,
     Row,
@@ -35,7 +36,6 @@ from measure.gpu_parts import (
     stopwatch,
     text_seconds,
 )
-from measure.peers import transformers_text
 from measure.sizes import Sizes
 
 Seconds = Callable[[], float]

@@ -130,7 +130,7 @@ class Plan:
         if self.num_texts <= 0:
             raise UserError(
                 f"{name} does not fit on {n} x {gpu}: on each, its weights take "
-                f"{format_bytes(self.weight_bytes)} of {self.gpu.memory} GB, and a text of "
+                f"{format_bytes(self.weight_bytes)} of {self.gpu.memory} GB, and a sequence of "
                 f"{context:,} tokens takes {format_bytes(self.text_bytes)} of {KV_SHARE:.0%} of "
                 "the rest: take fewer --bits, more --gpus, a larger --gpu, or a smaller model"
             )

@@ -72,10 +72,14 @@ class Table(NamedTuple):
     columns: dict[str, str]  # header -> template
 
     def section(self, rows: Sequence[Results]) -> Section:
-        cells = [
-            [fill_template(template, row) for template in self.columns.values()] for row in rows
-        ]
-        return Section(fill_template(self.title, rows[0]), list(self.columns), cells)
+        """Without the columns of which no row has anything."""
+        columns = {}
+        for header, template in self.columns.items():
+            cells = [fill_template(template, row) for row in rows]
+            if any(cells):
+                columns[header] = cells
+        title = fill_template(self.title, rows[0])
+        return Section(title, [*columns], [[*row] for row in zip(*columns.values())])
 
 
 TABLES = {
@@ -155,6 +159,7 @@ TABLES = {
             "ratio": "{ratio:ratio}",
             "ours, of the memory bandwidth": "{bandwidth:.0%}",
             "same texts": "{same_texts} of {texts}",
+            "perplexity: ours, theirs": "{perplexity:.2f}, {peer_perplexity:.2f}",
         }
         | {f"prompt of {n}": f"{{prompt{n}:ratio}}" for n in PROMPTS}
         | {"sixteen texts": "{together:ratio}"},
@@ -170,21 +175,28 @@ IN_BRIEF = Table(  # of "peers"
         "tokens/s: ours, theirs": "{tokens_per_second:.1f}, {peer_tokens_per_second:.1f}",
         "ratio": "{ratio:ratio}",
         "prompt of 512": "{prompt512:ratio}",
+        "perplexity: ours, theirs": "{perplexity:.2f}, {peer_perplexity:.2f}",
     },
 )
-SAME_WIDTH = {
-    "float32": "transformers float32",
-    "bfloat16": "transformers bfloat16",
-    "INT8": "llama.cpp q8_0",
-    "INT4": "llama.cpp q4_0",
-}
+SAME_WIDTH = [
+    ("float32", "transformers float32"),
+    ("float32", "OpenVINO float32"),
+    ("bfloat16", "transformers bfloat16"),
+    ("bfloat16", "OpenVINO bfloat16"),
+    ("INT8", "llama.cpp q8_0"),
+    ("INT8", "OpenVINO int8"),
+    ("INT4", "llama.cpp q4_0"),
+    ("INT4, groups of 32", "llama.cpp q4_0"),
+    ("INT4", "OpenVINO int4"),
+    ("INT4, groups of 32", "OpenVINO int4"),
+]
 
 
 def in_brief(peers: list[Results]) -> list[Results]:
     """The first model's rows in which both programs read about as many bytes."""
     first = peers[0]["target"]
     pairs = {(row["ours"], row["peer"]): row for row in peers if row["target"] == first}
-    return [pairs[pair] for pair in SAME_WIDTH.items() if pair in pairs]
+    return [pairs[pair] for pair in SAME_WIDTH if pair in pairs]
 
 
 def rows_of(results: Results, name: str) -> list[Results]:

@@ -115,14 +115,14 @@ def test_mistakes_are_one_line_and_told_before_anything_is_measured(tmp_path, ca
     table = """
         --against nobody → invalid choice: 'nobody'
         --gpu decode → needs a GPU
-        --gguf x → --gguf has no use but with
-        --target x --gpu decode → --target has no use
+        --gguf x → --gguf has no effect except with
+        --target x --gpu decode → --target has no effect
         --out {tmp} → is not a file
         --out /dev/null → is not a file
         --out {tmp}/no/x → cannot be written
         --out {tmp}/deep.json → is not JSON
         --out {tmp}/list.json → does not hold results
-        --readme --quick → --quick has no use
+        --readme --quick → --quick has no effect
         --draft ngram --draft-bits 8 --quick → draft_bits is 8
         --draft ngram --prompts no-file --quick → --prompts no-file is missing
         --target '' → --target is empty
@@ -133,11 +133,11 @@ def test_mistakes_are_one_line_and_told_before_anything_is_measured(tmp_path, ca
         --plan 8B → --gpu is None: it must be one of RTX3060
         --plan 8B --gpu decode → --gpu is decode
         --gpu H100 → --gpu is H100: it must be one of all
-        --gpus 2 → --gpus has no use but with --plan
-        --plan 8B --gpu H100 --draft-bits 4 → --draft-bits has no use with --plan
-        --gpu decode --draft tiny-draft → --draft has no use with --against, --gpu
-        --plan 8B --gpu H100 --quick → --quick has no use with --plan
-        --plan 8B --gpu H100 --draft 1B → --draft has no use with --plan
+        --gpus 2 → --gpus has no effect except with --plan
+        --plan 8B --gpu H100 --draft-bits 4 → --draft-bits has no effect with --plan
+        --gpu decode --draft tiny-draft → --draft has no effect with --against, --gpu
+        --plan 8B --gpu H100 --quick → --quick has no effect with --plan
+        --plan 8B --gpu H100 --draft 1B → --draft has no effect with --plan
         --plan meta/Llama --gpu H100 → downloads nothing
         --plan 8B --gpu H100 --gpus 3 → multiple of 3
         --plan 8B --gpu H100 --gpus 0 → --gpus is 0

@@ -1,5 +1,6 @@
 """Known seconds are known figures: the rows of all tables, by a clock that known work moves."""
 
+import ctypes
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +18,7 @@ from checkpoint.weights import weight_bytes
 from kernels import Ops
 from measure import (
     clock,
+    contestants,
     drafts,
     gpu_cases,
     gpu_peers,
@@ -154,7 +156,8 @@ def test_steps(time, monkeypatch):
         }
     (table,) = report.sections({"steps": rows})
     cells = dict(zip(table.headers, table.rows[1]))
-    assert (cells["rows 5"], cells["prompt 1500"]) == ("4000 ms, 2x", "")
+    assert cells["rows 5"] == "4000 ms, 2x"
+    assert "prompt 1500" not in cells
 
 
 def test_grammars(time, monkeypatch):
@@ -216,24 +219,32 @@ def test_drafts(time, monkeypatch):
 def test_peers(time, monkeypatch, tmp_path):
     """Of a prompt transformers reads 8 tokens a second and we 32; of new tokens it makes 1/2 a
     second, and we 1. In bfloat16 it is twice as fast, and makes other tokens than our 0. Its first
-    text is slow."""
+    text is slow. To us all 1000 tokens are alike; to transformers the next one is the last."""
 
     def from_pretrained(folder, dtype):
         speed = {"float32": 1, "bfloat16": 2}[dtype]
         warm_up = [1000.0]
 
-        def generate(tokens, streamer, max_new_tokens, **options):
-            streamer.put(tokens)
-            time.work(tokens.numel() / 8 / speed)
-            streamer.put(None)
-            for _ in range(max_new_tokens - 1):
-                time.work(warm_up.pop() if warm_up else 2 / speed)
-                streamer.put(None)
-            return F.pad(tokens, (0, max_new_tokens), value=speed - 1)
+        class Stand:
+            generation_config = SimpleNamespace()
+            device = "cpu"
 
-        config = SimpleNamespace()
-        model = SimpleNamespace(generation_config=config, device="cpu", generate=generate)
-        return SimpleNamespace(eval=lambda: model)
+            def eval(self):
+                return self
+
+            def __call__(self, tokens):
+                return SimpleNamespace(logits=100 * F.one_hot(tokens.roll(-1), 1000).float())
+
+            def generate(self, tokens, streamer, max_new_tokens, **options):
+                streamer.put(tokens)
+                time.work(tokens.numel() / 8 / speed)
+                streamer.put(None)
+                for _ in range(max_new_tokens - 1):
+                    time.work(warm_up.pop() if warm_up else 2 / speed)
+                    streamer.put(None)
+                return F.pad(tokens, (0, max_new_tokens), value=speed - 1)
+
+        return Stand()
 
     module = SimpleNamespace(
         logging=SimpleNamespace(disable_progress_bar=lambda: None),
@@ -242,6 +253,14 @@ def test_peers(time, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "transformers", module)
     monkeypatch.setattr(peers, "check_peer", lambda name, gguf: None)
     monkeypatch.setattr(peers, "has_bfloat16", lambda: True)
+    windows = []
+    monkeypatch.setattr(peers, "TEXT", tmp_path / "text")
+    monkeypatch.setattr(peers, "TEXT_LENGTH", 7)
+    peers.TEXT.write_text("the cat, the dog, the cat and the dog")
+    measure = peers.perplexity_of
+    monkeypatch.setattr(
+        peers, "perplexity_of", lambda one, texts: windows.append(texts) or measure(one, texts)
+    )
     shape = dict(vocab_size=1000, max_position_embeddings=600, tie_word_embeddings=False)
     target = str(write_model(tmp_path / "model", scale=0.0, **shape))
     llama = Llama.load(target, "cpu", torch.float32)
@@ -252,8 +271,9 @@ def test_peers(time, monkeypatch, tmp_path):
     sizes = replace(QUICK, openings=("Once", "One day"))
     rows = peers.against("transformers", target, None, sizes)
     theirs = ("transformers float32", "transformers bfloat16")
-    ours = ("float32", "INT8", "INT4")
+    ours = ("float32", "INT8", "INT4", "INT4, groups of 32")
     assert [*rows] == [f"model, {mine}, {peer}" for peer in theirs for mine in ours]
+    assert windows == [windows[0]] * 6 and [len(tokens) for tokens in windows[0]] == [7]
     row = rows["model, float32, transformers float32"]
     assert row == {
         "target": "model",
@@ -265,6 +285,8 @@ def test_peers(time, monkeypatch, tmp_path):
         "bandwidth": 0.75,
         "same_texts": 2,
         "texts": 2,
+        "perplexity": pytest.approx(1000),
+        "peer_perplexity": pytest.approx(1),
         "prompt128": 4.0,
         "prompt512": 4.0,
         "together": (512 / 8 + 31 * 2) / (512 / 32 + 31),
@@ -274,26 +296,109 @@ def test_peers(time, monkeypatch, tmp_path):
     assert rows["model, float32, transformers bfloat16"] == row | halves
 
 
-def test_llama_cpp_reads_each_prompt_again_with_all_threads(time, monkeypatch):
+def test_openvino_reads_each_prompt_anew_with_all_threads(time, monkeypatch):
+    """A prompt's token takes a second, a new one two; its logits are of the number after it."""
+    made = []
+
+    def pipeline(folder, scheduler, device, properties):
+        assert (device, properties["INFERENCE_NUM_THREADS"]) == ("CPU", 7)
+        assert properties["INFERENCE_PRECISION_HINT"] == "bf16"
+        assert not scheduler.enable_prefix_caching
+
+        def generate(inputs, settings):
+            assert len(inputs) == len(settings) and settings[0].ignore_eos
+            first = sum(numbers.size for numbers in inputs)
+            count = settings[0].max_new_tokens
+            time.work(first + 2 * (count - 1))
+            milliseconds = SimpleNamespace(mean=1000 * first)
+            metrics = SimpleNamespace(get_ttft=lambda: milliseconds)
+            return [SimpleNamespace(m_generation_ids=[[5] * count], perf_metrics=metrics)]
+
+        return SimpleNamespace(generate=generate)
+
+    def infer(inputs):
+        tokens = torch.tensor(inputs["input_ids"])
+        assert inputs["attention_mask"].shape == tokens.shape
+        return {"logits": F.one_hot(tokens + 1, 50).float().numpy()}
+
+    compiled = SimpleNamespace(
+        inputs=[SimpleNamespace(names={"input_ids"}), SimpleNamespace(names={"attention_mask"})],
+        create_infer_request=lambda: SimpleNamespace(infer=infer),
+    )
+    core = SimpleNamespace(compile_model=lambda *arguments: compiled)
+    genai = SimpleNamespace(
+        SchedulerConfig=SimpleNamespace,
+        GenerationConfig=SimpleNamespace,
+        ContinuousBatchingPipeline=pipeline,
+    )
+    monkeypatch.setitem(sys.modules, "openvino_genai", genai)
+    openvino = SimpleNamespace(Core=lambda: core, Tensor=lambda numbers: numbers)
+    monkeypatch.setitem(sys.modules, "openvino", openvino)
+    monkeypatch.setattr(contestants, "convert_to_openvino", lambda *to: made.append(to[:2]))
+    monkeypatch.setattr(contestants, "has_bfloat16", lambda: True)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    names = []
+    for width in contestants.OPENVINO:
+        peer = contestants.openvino("model", width)
+        names.append(peer.name)
+        assert peer.make([[1, 2, 3], [4, 5, 6]], 4) == contestants.Made([5] * 4, 6.0, 12.0)
+        assert peer.logits([1, 5, 7]).argmax(-1).tolist() == [2, 6, 8]
+    assert made == [("model", width) for width in contestants.OPENVINO]
+    assert names == ["OpenVINO bfloat16", "OpenVINO int8", "OpenVINO int4"]
+
+
+def test_llama_cpp_reads_each_prompt_anew_with_all_threads(time, monkeypatch):
+    """Each token takes a second, and its logits are of the number after it."""
+
     class Stand:
-        def __init__(self, file, n_ctx, n_threads, n_threads_batch, verbose):
-            assert n_threads == n_threads_batch == 7
+        llama_log_callback = staticmethod(lambda function: function)
 
-        def reset(self):
-            self.known = 0
+        def __getattr__(self, name):
+            return lambda *arguments: arguments
 
-        def generate(self, tokens, temp, repeat_penalty):
-            time.work(len(tokens) - self.known)
-            self.known = len(tokens)
-            while True:
-                yield 5
-                time.work(2.0)
+        def llama_vocab_n_tokens(self, vocab):
+            return 50
+
+        def llama_context_default_params(self):
+            return SimpleNamespace()
+
+        def llama_init_from_model(self, model, settings):
+            assert settings.n_threads == settings.n_threads_batch == 7
+            return SimpleNamespace(known={text: [] for text in range(settings.n_seq_max)})
+
+        def llama_get_memory(self, context):
+            return context
+
+        def llama_memory_clear(self, context, data):
+            context.known = {text: [] for text in context.known}
+
+        def llama_batch_init(self, n, embeddings, texts):
+            rows = {name: [0] * n for name in ("token", "pos", "n_seq_id", "logits")}
+            return SimpleNamespace(seq_id=[[0] for _ in range(n)], **rows)
+
+        def llama_decode(self, context, batch):
+            context.batch = batch
+            for i in range(batch.n_tokens):
+                time.work(1.0)
+                known = context.known[batch.seq_id[i][0]]
+                assert batch.pos[i] == len(known)
+                known.append(batch.token[i])
+            return 0
+
+        def llama_get_logits_ith(self, context, i):
+            assert context.batch.logits[i]
+            row = (ctypes.c_float * 50)()
+            row[context.batch.token[i] + 1] = 9.0
+            return ctypes.cast(row, ctypes.POINTER(ctypes.c_float))
 
     monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
-    monkeypatch.setitem(sys.modules, "llama_cpp", SimpleNamespace(Llama=Stand))
-    peer = peers.llama_cpp("a-Q8_0.gguf")
+    monkeypatch.setitem(sys.modules, "llama_cpp", Stand())
+    peer = contestants.llama_cpp("a-Q8_0.gguf")
     assert peer.name == "llama.cpp q8_0"
-    assert [peer.make([[1, 2, 3]], 3) for _ in range(2)] == [peers.Made([5, 5, 5], 3.0, 7.0)] * 2
+    made = [peer.make([[1, 2, 3]], 3) for _ in range(2)]
+    assert made == [contestants.Made([4, 5, 6], 3.0, 5.0)] * 2
+    assert peer.make([[1, 2, 3], [7, 8, 9]], 3) == contestants.Made([4, 5, 6], 6.0, 10.0)
+    assert peer.logits([1, 5, 7]).argmax(-1).tolist() == [2, 6, 8]
 
 
 def test_the_combined_table(time, monkeypatch):
@@ -408,7 +513,7 @@ def test_gpu_rows(key, time, monkeypatch):
     monkeypatch.setitem(SHAPES, "draft", replace(TINY, intermediate_size=32))
     monkeypatch.setattr(gpu_cases, "profile", Profile)
     monkeypatch.setattr(gpu_cases, "driver_facts", lambda: "facts")
-    made = peers.Made([7] * 5, 1.0, 17.0)
+    made = contestants.Made([7] * 5, 1.0, 17.0)
     monkeypatch.setattr(gpu_peers, "random_transformers", lambda sizes: None)
     monkeypatch.setattr(gpu_peers, "transformers_text", lambda *args: made)
     time_passes(time, lambda llama: 0.5 if llama.config.intermediate_size == 32 else 2.0)

@@ -58,3 +58,42 @@ TAGGED = CallFormat(
     f"<tool_call>\n{CALL}\n</tool_call>", "<tool_call>", "</tool_call>", separator="\n"
 )  # Qwen's, Hermes'
 BARE = CallFormat(CALL.replace("arguments", "parameters"), "", "", None)  # Llama 3.1's
+
+# Laid out as Qwen 3's and as R1's, distilled, are, in words of this page: with thoughts and tools.
+_ANSWER = """\
+{%- for call in m.tool_calls or [] %}
+<tool_call>
+{"name": "{{ call.function.name }}", "arguments": \
+{{ call.function.arguments if call.function.arguments is string else \
+call.function.arguments | tojson }}}
+</tool_call>
+{%- endfor %}<|end|>
+"""
+_TOOLS = "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}{% for m in messages %}"
+REASONING = {
+    "Qwen 3": _TOOLS
+    + """<|{{ m.role }}|>
+{% if m.role == 'assistant' and m.reasoning_content %}<think>
+{{ m.reasoning_content.strip('\n') }}
+</think>
+
+{% endif %}{{ m.content }}"""
+    + _ANSWER
+    + """{% endfor %}{% if add_generation_prompt %}<|assistant|>
+{% if enable_thinking is false %}<think>
+
+</think>
+
+{% endif %}{% endif %}""",
+    "R1": _TOOLS
+    + "{% set is_answer = m.role == 'assistant' %}<|{{ m.role }}|>"
+    + "{{ m.content.split('</think>')[-1] if is_answer else m.content }}"
+    + _ANSWER
+    + "{% endfor %}{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}",
+    "Llama 3.1": _TOOLS
+    + "{% if m.tool_calls %}{% if m.tool_calls | length > 1 %}{{ raise_exception('one call') }}"
+    '{% endif %}<|assistant|>{"name": "{{ m.tool_calls[0].function.name }}", "parameters": '
+    "{{ m.tool_calls[0].function.arguments | tojson }}}<|end|>{% else %}<|{{ m.role }}|>"
+    "{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}",
+}

@@ -334,7 +334,7 @@ class LayerInput(NamedTuple):
 
 def first_input(llama: Llama, text: Tensor) -> LayerInput:
     """What the first layer reads of a text: int64[T]."""
-    metadata = AttentionMetadata.without_cache(1, len(text)).to(llama.device)
+    metadata = AttentionMetadata.without_cache(1, len(text), llama.device)
     x = llama.ops.embed(text.to(llama.device), llama.embed, llama.dtype)
     return LayerInput(x, None, llama.rope(metadata.positions), metadata=metadata)
 

@@ -167,7 +167,7 @@ class Training(Run):
         recipe = self.recipe
         device = self.student.device
         tokens = crops[:, :-1].flatten()  # [T]
-        metadata = AttentionMetadata.without_cache(recipe.batch, recipe.length).to(device)
+        metadata = AttentionMetadata.without_cache(recipe.batch, recipe.length, device)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             q_logits = self.student(tokens, metadata)  # [T, V]
             with torch.no_grad():
@@ -251,7 +251,7 @@ def distill(args: argparse.Namespace) -> None:
     if not stories and args.target is None:
         raise UserError(
             "there is no text to learn from: give some with --data, or name a --target, which "
-            "tells texts"
+            "generates texts"
         )
     args.device = find_device(args.device)
     target = None
@@ -366,11 +366,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     args.tells = not is_alone and args.own > 0  # whether the target tells texts to learn from
     useless = [  # where, which flags, why
         (args.start, "vocab layers width mlp heads", "with --from, which has them"),
-        (not args.from_scratch, "vocab", "but with --from-scratch: a student has its target's"),
+        (not args.from_scratch, "vocab", "except with --from-scratch: a student has its target's"),
         (is_alone, "own tales overlap", "without a --target"),
         (not is_alone and not args.data, "own", "without --data: all texts are the target's"),
         (args.own == 0, "tales", "with --own 0"),
-        (args.start and not args.tells, "seed", "with --from, if no --target tells texts"),
+        (args.start and not args.tells, "seed", "with --from, if no --target generates texts"),
     ]
     for is_useless, names, why in useless:
         if is_useless:

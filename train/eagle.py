@@ -226,7 +226,7 @@ def teach(head: EagleHead, batch: Batch) -> tuple[Tensor, Tensor]:
     tokens = batch.tokens
     B, N = tokens.shape
     rows = predicting_rows(batch, 1)
-    metadata = AttentionMetadata.without_cache(B, N).to(target.device)
+    metadata = AttentionMetadata.without_cache(B, N, target.device)
     features = target.empty_features(head.feature_layers, B * N)
     logits = target(tokens.clamp(min=0).flatten(), metadata, rows, features).float()
     log_p = logits.new_full((B * N, len(head.tokens)), -torch.inf)
@@ -243,7 +243,7 @@ def unroll(
     B, N = tokens.shape
     head = copy(head)
     head.ops = Unrolled()
-    metadata = AttentionMetadata.without_cache(B, N).to(head.device)
+    metadata = AttentionMetadata.without_cache(B, N, head.device)
     z = head.combine(features)
     steps = []
     for s in range(num_steps):

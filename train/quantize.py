@@ -151,7 +151,8 @@ def parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     if not (FORMATS[args.bits].group or args.head_bits == 4):
         p.unused(args, "group", "without 4 bits, in the layers or in the head")
     if args.method == "rtn":
-        p.unused(args, "data", "with --method rtn, which looks at no text")
+        p.unused(args, "data", "with --method rtn, which uses no text")
+
     elif args.data is None:
         p.error(f"--method {args.method} looks at text: give some with --data FILE")
     return args

@@ -338,11 +338,11 @@ def test_bad_flags_are_one_line(
     short = str(write_model(tmp_path / "short", max_position_embeddings=32))
     table = """
         --from-scratch → no text to learn from
-        --own 0.3 → --own has no use without --data
-        --own 0 → --own has no use without --data
-        --data x --own 0 --tales 3 → --tales has no use with --own 0
-        --from {base} --data {stories} --seed 2 → --seed has no use with --from
-        --from {base} --target {base} --data {stories} --own 0 --seed 2 → --seed has no use with
+        --own 0.3 → --own has no effect without --data
+        --own 0 → --own has no effect without --data
+        --data x --own 0 --tales 3 → --tales has no effect with --own 0
+        --from {base} --data {stories} --seed 2 → --seed has no effect with --from
+        --from {base} --target {base} --data {stories} --own 0 --seed 2 → --seed has no effect with
         --target {endless} → names no token that ends a text
         --target {short} --length 32 → must be below 32 positions
         --from-scratch --data nowhere.txt → No such file
@@ -360,9 +360,9 @@ def test_bad_flags_are_one_line(
         --layers x → --layers
         --seed 999999999999999999 → --seed
         --from-scratch --target tiny → --from-scratch takes neither
-        --from tiny --layers 7 → --layers has no use with --from
-        --target tiny --vocab 300 → --vocab has no use but with --from-scratch
-        --from-scratch --tales 3 → --tales has no use without a --target
+        --from tiny --layers 7 → --layers has no effect with --from
+        --target tiny --vocab 300 → --vocab has no effect except with --from-scratch
+        --from-scratch --tales 3 → --tales has no effect without a --target
     """
 
     def main(flags: list[str]) -> int:

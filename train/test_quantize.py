@@ -196,7 +196,7 @@ def test_quantized_models_are_not_quantized_again_nor_trained(small):
         (
             "4",
             dict(bits=8),
-            "the weights are INT4 already, and INT8 is asked for: quantize the folder",
+            "the weights are already INT4, and INT8 is asked for: quantize the folder",
         ),
         ("4", dict(trainable=True), "quantized weights cannot be trained"),
         ("plain", dict(bits=5), "bits is 5; it must be 8, 4, 'fp8' or 'nf4'"),
@@ -216,14 +216,14 @@ def test_bad_flags_are_one_line(small, tmp_path, capsys):
     table = """
         {plain} → give either --out
         {plain} --out {out} --table {file} → give either --out
-        {plain} --bits 4 --table {file} → --bits has no use with --table
-        {plain} --out {out} --bits 8 --group 32 → --group has no use without 4 bits
-        {plain} --out {out} --data {file} → --data has no use with --method rtn
+        {plain} --bits 4 --table {file} → --bits has no effect with --table
+        {plain} --out {out} --bits 8 --group 32 → --group has no effect without 4 bits
+        {plain} --out {out} --data {file} → --data has no effect with --method rtn
         {plain} --out {out} --method gptq → gptq looks at text: give some with --data FILE
         {plain} --out {small} → exists and is not an empty folder
         {plain} --out {file} → exists and is not an empty folder
         nothing --out {out} → 'nothing' is neither a folder
-        {small}/4 --out {out} → are INT4 already
+        {small}/4 --out {out} → are already INT4
         {plain} --out {out} --device tpu → device 'tpu'
         {plain} --out {out} --bits 4 --activations 8 → need weights in 8 or fp8, not 4
         {plain} --out {out} --method gptq --bits nf4 --data x → whole numbers
