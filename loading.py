@@ -33,7 +33,7 @@ from kvcache import Cache
 from model import Llama
 from quant import Kind, widths
 from request import Message, Request, Settings
-from settings import PENALTIES, SETTINGS, Options, check_in_vocabulary, refuse_value
+from settings import PENALTIES, SETTINGS, Options, check_in_vocabulary
 from tokenizer import Tokenizer
 
 # ---- Models --------------------------------------------------------------------------------------
@@ -175,11 +175,7 @@ class Model:
                 "it, or raise --max-len (up to the model's limit, and memory must hold it)"
             )
         # The tokenizer may know more tokens than the model.
-        check_in_vocabulary(tokens, self.tokenizer.vocab_size)
-        biased = max(settings.logit_bias or (0,))
-        if biased >= self.tokenizer.vocab_size:
-            words = f"tokens from 0 to {self.tokenizer.vocab_size - 1}"
-            refuse_value("logit_bias", settings.logit_bias, f"about {words}")
+        check_in_vocabulary([*tokens, *(settings.logit_bias or ())], self.tokenizer.vocab_size)
         max_tokens = min(settings.max_tokens, limit - len(tokens))
         settings = replace(self.complete(settings), max_tokens=max_tokens)
         return Request(tokens, settings, self.eos_token_ids, is_reply=is_reply)

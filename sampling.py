@@ -10,7 +10,7 @@ text with the drafts before it. The steps, in order:
     presence      l − a, if the output has the token
     frequency     l − b · n, if the output has it n times
     logit bias    l + the token's own bias
-    min tokens    −∞ for end-of-text, until the output has so many tokens
+    min tokens    the least number for end-of-text, until the output has so many tokens
 
     temperature   softmax(logits / t); t = 0 is a one-hot at the largest logit
     top-k         keep the k most probable tokens
@@ -117,7 +117,8 @@ def penalize(
     for token, bias in chosen["logit_bias"].items():
         logits[..., token] += bias
     if len(output) < chosen["min_tokens"]:
-        logits[..., [end for end in ends if 0 <= end < V]] = -math.inf
+        early = [end for end in ends if 0 <= end < V]
+        logits[..., early] = torch.finfo(logits.dtype).min  # a grammar may allow nothing else
     return logits
 
 

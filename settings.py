@@ -118,18 +118,13 @@ def top_share(name: str, value: Any) -> float:
 
 
 def biases(name: str, value: Any) -> dict[int, float]:
-    """A bias for each of some tokens, as a dictionary, or in JSON, where a token is a text -> the
-    dictionary."""
+    """Numbers by tokens, as a dictionary, or in JSON, where a token is a string."""
+    number = within(-100, 100, "from -100 to 100")
     try:
         given = json.loads(value) if isinstance(value, str) else value
-        of_tokens = {int(str(token)): bias for token, bias in dict(given).items()}
+        return {int(str(token)): number(name, bias) for token, bias in dict(given).items()}
     except (TypeError, ValueError, RecursionError):
-        of_tokens = {-1: 0.0}
-    if min(of_tokens, default=0) < 0:
-        refuse_value(name, value, 'numbers by tokens, such as {"262": -5}')
-    for bias in of_tokens.values():
-        within(-100, 100, "from -100 to 100 for each token")(name, bias)
-    return of_tokens
+        refuse_value(name, value, 'numbers from -100 to 100 by tokens, such as {"262": -5}')
 
 
 def num_drafts(name: str, value: Any) -> int | None:
@@ -144,8 +139,8 @@ def num_drafts(name: str, value: Any) -> int | None:
 
 def checked(default: Any, rule: Rule, help: str, **more: Any) -> Any:
     """A field. A default of None means unset, and is not checked. help: the help text of its flag.
-    more: a sampling setting has `neutral`, the value that has no effect. is_penalty: it is one
-    of `sampling.penalize`, otherwise of `sampling.probabilities`."""
+    more: a sampling setting has `neutral`, or, if it depends on the tokens so far,
+    `no_penalty`: the value that has no effect."""
     return field(default=default, metadata=dict(rule=rule, help=help, **more))
 
 
@@ -198,37 +193,32 @@ class Settings(Checked):
     repetition_penalty: float | None = checked(
         None,
         within(0.01, 100, "from 0.01 to 100"),
-        "above 1: make all tokens of prompt and output less likely",
-        neutral=1.0,
-        is_penalty=True,
+        "above 1: what the prompt or the output has becomes less likely (divides positive logits)",
+        no_penalty=1.0,
     )
     presence_penalty: float | None = checked(
         None,
         within(-100, 100, "from -100 to 100"),
-        "subtract this from the logit of a token that the output has",
-        neutral=0.0,
-        is_penalty=True,
+        "subtract this from the logits of tokens that the output has",
+        no_penalty=0.0,
     )
     frequency_penalty: float | None = checked(
         None,
         within(-100, 100, "from -100 to 100"),
-        "subtract this as many times as the output has the token",
-        neutral=0.0,
-        is_penalty=True,
+        "subtract this from the logit of a token, each time the output has it",
+        no_penalty=0.0,
     )
     logit_bias: dict[int, float] | None = checked(
         None,
         biases,
-        'add to the logits of tokens: {"262": -5}; -100 forbids one, 100 forces it',
-        neutral={},
-        is_penalty=True,
+        'numbers to add to the logits of tokens: {"262": -5}; -100 all but forbids one',
+        no_penalty={},
     )
     min_tokens: int | None = checked(
         None,
         within(0, math.inf, "of at least 0", int),
-        "no end-of-text before so many new tokens",
-        neutral=0,
-        is_penalty=True,
+        "no end-of-text before so many new tokens, unless a grammar allows nothing else",
+        no_penalty=0,
     )
     seed: int | None = checked(
         None,
@@ -288,16 +278,6 @@ class Settings(Checked):
             raise UserError(f"{given} are given: an output can follow only one of them")
         for grammar in grammars:
             grammar.check_size()
-        min_tokens = self.min_tokens or 0
-        if grammars and min_tokens:
-            raise UserError(
-                f"min_tokens and {grammars[0].notation} are given: a grammar says where its text "
-                "ends; leave one out"
-            )
-        if min_tokens > self.max_tokens:
-            raise UserError(
-                f"min_tokens is {min_tokens}: it must be at most max_tokens, here {self.max_tokens}"
-            )
 
     def grammars(self) -> list[Grammar]:
         texts = [(notation, getattr(self, notation)) for notation in NOTATIONS]
@@ -305,13 +285,9 @@ class Settings(Checked):
 
     @cached_property
     def penalties(self) -> dict[str, Any]:
-        """The settings of `sampling.penalize` that change something."""
-        chosen = {name: getattr(self, name) for name in PENALTIES}
-        return {
-            name: value
-            for name, value in chosen.items()
-            if value is not None and value != PENALTIES[name]
-        }
+        """The settings of `sampling.penalize` that have an effect."""
+        values = {name: getattr(self, name) for name in PENALTIES}
+        return {name: x for name, x in values.items() if x not in (None, PENALTIES[name])}
 
     @property
     def follows(self) -> Grammar | None:
@@ -379,17 +355,13 @@ class Options(Checked):
             )
 
 
-def sampling_settings(is_penalty: bool) -> dict[str, Any]:
-    """Each of them -> the value that has no effect. None has no effect, either."""
-    return {
-        each.name: each.metadata["neutral"]
-        for each in fields(Settings)
-        if "neutral" in each.metadata and ("is_penalty" in each.metadata) == is_penalty
-    }
+def values_without_effect(key: str) -> dict[str, Any]:
+    """Sampling settings -> the value that has no effect. None has no effect, either."""
+    return {each.name: each.metadata[key] for each in fields(Settings) if key in each.metadata}
 
 
-SETTINGS: dict[str, float] = sampling_settings(is_penalty=False)  # of `sampling.probabilities`
-PENALTIES = sampling_settings(is_penalty=True)  # of `sampling.penalize`
+SETTINGS = values_without_effect("neutral")  # of `sampling.probabilities`
+PENALTIES = values_without_effect("no_penalty")  # of `sampling.penalize`
 
 
 def settings_of(given: Mapping[str, Any], defaults: Settings) -> Settings:
@@ -403,12 +375,12 @@ def settings_of(given: Mapping[str, Any], defaults: Settings) -> Settings:
 
 
 def check_in_vocabulary(tokens: Sequence[int], vocab_size: int) -> None:
-    """UserError if a token of the prompt is not in a vocabulary of this size."""
+    """UserError if a token of the prompt, or of logit_bias, is not in a vocabulary of this size."""
     for token in (min(tokens), max(tokens)):
         if not 0 <= token < vocab_size:
             raise UserError(
-                f"the prompt has token {token}, and the model has tokens 0 to {vocab_size - 1}: "
-                "change the prompt, or the chat template"
+                f"the prompt or logit_bias has token {token}, and the model has tokens 0 to {vocab_size - 1}: "
+                "change the prompt, the chat template or logit_bias"
             )
 
 

@@ -235,7 +235,7 @@ class Round:
         if any(request.grammar_state is not None for request in requests):
             self.masks = Masks(requests, self.width, self.vocab_size)
         self.is_penalized = any(request.settings.penalties for request in requests)
-        # Logits depend on the drafts before them, so the host must see each draft.
+        # The host edits the logits after each draft, so it must see the drafts.
         self.edits_logits = self.is_penalized or self.masks is not None
 
     @cached_property
@@ -344,7 +344,7 @@ class Round:
             logits = self.penalized(logits, owners, depths, drafted)
         if self.masks is not None:
             logits = self.masks.apply(logits, owners, depths)
-        return self.ops.probabilities(logits, self.edits_logits, **settings)
+        return self.ops.probabilities(logits, self.masks is not None, **settings)
 
     def penalized(
         self, logits: Tensor, owners: Sequence[int], depths: Sequence[int], drafted: Tensor
@@ -356,9 +356,8 @@ class Round:
         for row, b, depth in zip(logits, owners, depths):
             request = self.requests[b]
             text = request.tokens + drafts[b][:depth]
-            penalties = request.settings.penalties
-            ends = request.eos_token_ids
-            rows.append(penalize(row, text, request.num_prompt_tokens, ends, **penalties))
+            more = request.num_prompt_tokens, request.eos_token_ids
+            rows.append(penalize(row, text, *more, **request.settings.penalties))
         return torch.stack(rows)
 
 

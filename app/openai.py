@@ -142,16 +142,12 @@ def read_request(data: bytes, is_chat: bool, offer: Offer) -> Asked:
     if body.echo:
         settings = replace(settings, prompt_logprobs=settings.logprobs)
         check_echo(body.n * sum(map(len, prompts)), settings.logprobs)
-    ends = set(body.stop_token_ids)
-    if not body.ignore_eos:
-        ends |= offer.model.eos_token_ids
-    if settings.min_tokens and len(ends) >= offer.model.tokenizer.vocab_size:
-        raise bad("min_tokens", "min_tokens cannot hold: every token ends the text")
+    ends = set() if body.ignore_eos else offer.model.eos_token_ids
     is_reply = is_chat and offer.model.uses_template(None)
     streams = []
     for tokens in prompts:
         first = offer.model.request_of(tokens, settings, offer.limit, is_reply)
-        first.eos_token_ids = ends
+        first.eos_token_ids = {*body.stop_token_ids, *ends}
         for request in [first, *map(first.sibling_text, range(1, body.n))]:
             stream = OutputStream(offer.model.tokenizer, request, "", index=len(streams))
             streams.append(stream)

@@ -1,6 +1,5 @@
 """Toys whose distributions can be enumerated, and runners that play them."""
 
-import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -64,7 +63,7 @@ def penalized(
         logit -= chosen["frequency_penalty"] * list(new).count(token)
         logit += chosen["logit_bias"].get(token, 0)
         is_early = token in ends and len(new) < chosen["min_tokens"]
-        changed.append(-math.inf if is_early else logit)
+        changed.append(-1e300 if is_early else logit)
     return changed
 
 
@@ -307,4 +306,5 @@ RULED = [  # γ from 0 to 3, ends within accepted drafts, every setting, and tex
     Kind((1, 1), 3, 3, (END,), dict(regex="a+b", temperature=0.7, top_k=2, top_p=0.9, min_p=0.05)),
     Kind((1, 2), 2, 3, (END,), dict(top_k=2)),
     Kind((1, 0), 3, 3, (END,), dict(regex="[ab]+", top_p=0.9, **REPEATS)),
+    Kind((0, 1), 2, 3, (END,), dict(regex="a?b*|aa", min_tokens=3)),
 ]
