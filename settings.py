@@ -379,8 +379,8 @@ def check_in_vocabulary(tokens: Sequence[int], vocab_size: int) -> None:
     for token in (min(tokens), max(tokens)):
         if not 0 <= token < vocab_size:
             raise UserError(
-                f"the prompt or logit_bias has token {token}, and the model has tokens 0 to {vocab_size - 1}: "
-                "change the prompt, the chat template or logit_bias"
+                f"the prompt or logit_bias has token {token}, and the model has tokens 0 to "
+                f"{vocab_size - 1}: change the prompt, the chat template or logit_bias"
             )
 
 
