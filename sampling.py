@@ -102,21 +102,22 @@ def penalize(
     tokens: the prompt, the output, and perhaps drafts. ends: the tokens that end the text; one
     beyond the vocabulary is never drawn. penalties: some of settings.PENALTIES, by name.
     """
+    repetition, presence, frequency, biases, min_tokens = (PENALTIES | penalties).values()
     V = logits.shape[-1]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    chosen = PENALTIES | penalties
-    text = torch.tensor(tokens, dtype=torch.int64, device=logits.device)
+    device = logits.device
+    text = torch.tensor(tokens, dtype=torch.int64, device=device)
     output = text[num_prompt_tokens:]
     is_seen = torch.bincount(text, minlength=V) > 0  # bool[V]
-    count = torch.bincount(output, minlength=V).to(logits.dtype)  # [V]
-    repetition = chosen["repetition_penalty"]
+    count = torch.bincount(output, minlength=V)
+    count = count.to(logits.dtype)  # [V]
+    is_made = count.clamp(max=1)  # 0 or 1
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
     logits = torch.where(is_seen, repeated, logits)
-    logits = logits - chosen["presence_penalty"] * count.clamp(max=1)
-    logits = logits - chosen["frequency_penalty"] * count
-    for token, bias in chosen["logit_bias"].items():
+    logits = logits - presence * is_made - frequency * count
+    for token, bias in biases.items():
         logits[..., token] += bias
-    if len(output) < chosen["min_tokens"]:
+    if len(output) < min_tokens:
         early = [end for end in ends if 0 <= end < V]
         logits[..., early] = torch.finfo(logits.dtype).min  # a grammar may allow nothing else
     return logits

@@ -477,7 +477,7 @@ def test_what_is_wrong_is_told_and_serving_goes_on(capsys):
 
 
 def test_penalties_are_those_of_python():
-    """By OpenAI's names, in both bodies, alone and as siblings; a text as it is without a server."""
+    """By OpenAI's names and vLLM's, with siblings: the text of `generate`."""
     asked = dict(presence_penalty=0.5, frequency_penalty=1.5, repetition_penalty=1.3, min_tokens=8)
     wanted = generate(PROMPT, "tiny", max_tokens=8, temperature=0, logit_bias={44: -100}, **asked)
     plain = generate(PROMPT, "tiny", max_tokens=8, temperature=0)
