@@ -78,7 +78,8 @@ class Chain:
         proposal = round.no_drafts()
         for j in range(max(round.num_drafts)):
             rows = round.drafting(j)
-            q, picked = round.pick_drafts(j, self.logits(rows), rows)  # [R, V], [R]
+            logits = self.logits(rows)
+            q, picked = round.pick_drafts(j, logits, rows, proposal.tokens)  # [R, V], [R]
             proposal.tokens[rows, j] = picked
             if proposal.q is not None:
                 proposal.q[rows, j] = q

@@ -102,6 +102,9 @@ class PlainLoop:
                 "grammars and logprobs need a cache: leave out --no-cache, or "
                 "--schema, --regex, --choice, --grammar, --logprobs and --prompt-logprobs"
             )
+        if settings.penalties:
+            asked = ", ".join(settings.penalties)
+            raise UserError(f"{asked} needs a cache: leave out --no-cache, or set it to no effect")
 
     def add(self, request: Request) -> None:
         self.check(request)

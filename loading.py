@@ -34,7 +34,7 @@ from lookup import FirstLookUp, History, LookupDrafter
 from model import Llama
 from quant import Kind, widths
 from request import Message, Request, Settings
-from settings import SETTINGS, Options, check_in_vocabulary
+from settings import PENALTIES, SETTINGS, Options, check_in_vocabulary
 from tokenizer import Tokenizer
 
 # ---- Models --------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ class Model:
         """Replace settings that are None with those of generation_config.json, and draw a seed if
         there is none."""
         asked = {}
-        for name in SETTINGS:
+        for name in SETTINGS | PENALTIES:
             value = getattr(settings, name)
             if value is not None:
                 asked[name] = value
@@ -176,7 +176,8 @@ class Model:
                 f"the prompt has {len(tokens)} tokens: it must have from 1 to {limit - 1}; change "
                 "it, or raise --max-len (up to the model's limit, and memory must hold it)"
             )
-        check_in_vocabulary(tokens, self.tokenizer.vocab_size)  # which is at most the model's
+        # The tokenizer knows at most as many tokens as the model.
+        check_in_vocabulary([*tokens, *(settings.logit_bias or ())], self.tokenizer.vocab_size)
         max_tokens = min(settings.max_tokens, limit - len(tokens))
         settings = replace(self.complete(settings), max_tokens=max_tokens)
         return Request(tokens, settings, self.eos_token_ids, is_reply=is_reply)

@@ -331,7 +331,7 @@ class ModelRunner:
         unmasked = logits
         if asks and round.masks is not None:  # masks are applied in place
             unmasked = logits.clone()
-        p = self._probabilities(rounds, round, logits)
+        p = self._probabilities(rounds, round, logits, proposal.tokens)
         if has_drafts:
             round_tokens = self._verify(round, p, proposal)
         else:
@@ -398,7 +398,7 @@ class ModelRunner:
         return self.target(tokens, self.cache.extend(to_store), wanted, features)
 
     def _probabilities(
-        self, rounds: Sequence[ScheduledRequest], round: Round, logits: Tensor
+        self, rounds: Sequence[ScheduledRequest], round: Round, logits: Tensor, drafted: Tensor
     ) -> Tensor:
         """The logits of `_run_target` -> the target's distributions, float[B, k + 1, V]. Rows
         beyond a request's own drafts are zero."""
@@ -409,7 +409,7 @@ class ModelRunner:
             owners += [b] * count
             depths += range(count)
         # The rows of prompts, which come after those of rounds, are not sampled.
-        probs = round.probabilities(logits[: len(owners)], owners, depths)  # [·, V]
+        probs = round.probabilities(logits[: len(owners)], owners, depths, drafted)  # [·, V]
         if min(counts) == round.width:  # all have k drafts: k + 1 rows
             return probs.unflatten(0, (-1, round.width))
         return pad_sequence(probs.split(counts), batch_first=True)

@@ -309,6 +309,9 @@ def read_settings(body: ChatBody | TextBody, offer: Offer) -> Settings:
         chosen["top_k"] = 0
     if chosen.get("seed") == -1:  # a new one
         del chosen["seed"]
+    if body.repetition_penalty_range and chosen.get("repetition_penalty", 1) != 1:
+        message = "repetition_penalty_range is not supported: leave it out, or set it to 0 (all)"
+        raise bad("repetition_penalty_range", message)
     stops = body.stop if isinstance(body.stop, list) else [body.stop]
     if len(stops) > MAX_STOPS or sum(map(len, map(str, stops))) > MAX_STOP_CHARACTERS:
         raise bad(
