@@ -6,6 +6,7 @@ fraction 1 − Σ lengths / (requests · longest) of its places. Continuous batc
 step anew: a request that ends leaves at once, and the next one in the queue takes its place. A step
 has a budget of tokens. Each request that has read its prompt takes one round. Prompts are read in
 chunks, with the rest of the budget (Sarathi-Serve), so a long prompt does not delay other requests.
+With γ auto, drafts take at most half of that rest, so the other half is always there for prompts.
 A token late in a prompt costs more (`Llama.price`), so chunks become smaller along the prompt.
 
   - First come, first served: the oldest requests take from the budget first, but a round of each
@@ -140,13 +141,19 @@ class Batcher:
         return scheduled
 
     def _schedule_running(self) -> list[ScheduledRequest]:
-        """Plan a round or a chunk for each request; each younger one keeps budget for a round."""
+        """Plan a round or a chunk for each request. Each younger one keeps budget for a round, and
+        prompts, also of requests that wait, keep half of the rest."""
         scheduled = []
         left = self.runner.budget
         reserved = self._reserved()
+        for_prompts = (left - reserved + 1) // 2
         for request in self.running:
-            reserved -= self.runner.round_size(request)
-            item = self.runner.schedule(request, left - reserved)
+            round_size = self.runner.round_size(request)
+            reserved -= round_size
+            budget = left - reserved
+            if self.runner.num_pending(request) == 1:  # with γ auto, drafts would take all of it
+                budget = max(round_size, budget - for_prompts)
+            item = self.runner.schedule(request, budget)
             scheduled.append(item)
             left -= self.runner.work(item)
         return scheduled

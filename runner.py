@@ -188,7 +188,7 @@ class ModelRunner:
 
     def round_size(self, request: Request) -> int:
         """How many tokens each step reserves for this request: one for its last token and, if γ is
-        fixed, one for each draft. (With γ auto, drafts take what is left of the budget.)"""
+        fixed, one for each draft. (With γ auto, drafts take half of what is left: batcher.py.)"""
         if not self.has_drafter:
             return 1
         return 1 + (request.settings.gamma or 0)
