@@ -226,3 +226,51 @@ def surprise(texts: Sequence[Any], distribution: Distribution) -> float:
 def distance(a: Distribution, b: Distribution) -> float:
     """The largest difference between two distributions, over all outputs."""
     return max(abs(a.get(key, 0.0) - b.get(key, 0.0)) for key in a.keys() | b.keys())
+
+
+def main() -> None:
+    """Demonstration: what a grammar's masks do to whole outputs (grammar.py).
+
+    A mask allows or forbids one token. It does not see how probable the rest of an output is. So
+    outputs do not follow the target's distribution p, restricted to what the grammar allows
+    (arXiv:2605.07698):
+
+        share of x    = p(x) / Σ p(y), over all outputs y that are allowed
+        with masks, x = Π_i p(x_i | x_<i) / Σ p(t | x_<i), over all tokens t that are allowed there
+    """
+    toy = Toy(seed=10)
+    grammar = [(0, 0), (1, 0), (1, 2)]  # all outputs that are allowed
+
+    def masked_probs(output: tuple) -> Tensor:
+        logits = toy.table[toy.code([0, *output])].clone()
+        for token in range(toy.V):
+            begun = (*output, token)
+            is_allowed = [other[: len(begun)] == begun for other in grammar]
+            if not any(is_allowed):
+                logits[token] = -math.inf
+        return logits.softmax(-1)
+
+    def sample(walk: Walk, n: int) -> list[tuple]:
+        """n outputs of two tokens."""
+        numbers = torch.arange(n)
+        rng = walk(numbers, numbers, 0)
+        outputs: list[tuple] = [()] * n
+        for _ in range(2):
+            probs = torch.stack([masked_probs(output) for output in outputs])
+            picked = rng.pick(probs).tolist()
+            for row, token in enumerate(picked):
+                outputs[row] = (*outputs[row], token)
+        return outputs
+
+    masked = enumerate_distribution(sample)
+    target = sequential_distribution(toy, [0], 2, (), lambda logits: logits.softmax(-1))
+    mass = sum(map(target.get, grammar))
+    print("output      target      share    with masks")
+    for output in grammar:
+        p = target[output]
+        share = p / mass
+        print(f"{output} {p:10.3f} {share:10.3f} {masked[output]:10.3f}")
+
+
+if __name__ == "__main__":
+    main()
