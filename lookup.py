@@ -23,7 +23,7 @@ not on the other requests in the history.
 
 Invariant: a place has a follower, or is the end of its request. Matches never cross from one
 request into another.
-Cost: about 0.1 ms of plain Python per round. A token in the history takes about 200 bytes. Of
+Cost: about 0.1 ms of plain Python per round. A token in the history takes up to 500 bytes. Of
 requests that have ended, only MOST_TOKENS tokens are kept; the oldest requests are dropped first,
 each as a whole.
 
