@@ -50,6 +50,8 @@ HEADER = '%llguidance {"no_forcing": true}\n'
 # The formats of strings in a schema that llguidance follows. It refuses others, so they are left
 # out: JSON Schema leaves formats to validators.
 FORMATS = "date-time time date duration email hostname ipv4 ipv6 uuid uri unknown".split()
+BY_NAME = {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}
+DATA = {"const", "enum", "default", "examples"}  # fields of a schema that hold no schemas
 # If white space were free, a small model might write nothing else.
 JSON_OPTIONS = {"x-guidance": {"whitespace_flexible": False}}
 
@@ -172,13 +174,22 @@ def lark_of(grammar: Grammar) -> str:
 
 def read_schema(text: str) -> dict[str, Any]:
     """A JSON schema without the formats that llguidance refuses."""
-
-    def without(part: dict[str, Any]) -> dict[str, Any]:
-        if part.get("type") == "string" and part.get("format") not in FORMATS:
-            part.pop("format", None)
-        return part
-
-    return json.loads(text, object_hook=without)
+    schema = json.loads(text)
+    parts = [schema]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, list):
+            parts += part
+        if not isinstance(part, dict):
+            continue
+        if isinstance(part.get("format"), str) and part["format"] not in FORMATS:
+            del part["format"]
+        for name, value in part.items():
+            if name in BY_NAME and isinstance(value, dict):  # properties may be named "format"
+                parts += value.values()
+            elif name not in DATA:
+                parts.append(value)
+    return schema
 
 
 def explain(error: str, grammar: Grammar) -> str:

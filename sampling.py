@@ -117,9 +117,11 @@ def penalize(
     logits = logits - presence * is_made - frequency * count
     for token, bias in biases.items():
         logits[..., token] += bias
+    finite = torch.finfo(logits.dtype)
+    logits = logits.clamp(finite.min, finite.max)  # what was finite stays finite
     if len(output) < min_tokens:
         early = [end for end in ends if 0 <= end < V]
-        logits[..., early] = torch.finfo(logits.dtype).min  # a grammar may allow nothing else
+        logits[..., early] = finite.min  # not −∞: a grammar may allow nothing else
     return logits
 
 

@@ -75,7 +75,7 @@ from devices import send
 from grammar import Masks
 from kvcache import KVSpec
 from request import Request
-from sampling import TEXT, Keyed, Setting, draft_role, penalize
+from sampling import TEXT, Keyed, Setting, check_finite, draft_role, penalize
 from settings import SETTINGS
 
 if TYPE_CHECKING:
@@ -351,7 +351,7 @@ class Round:
                 settings[name] = values[0]
         logits = logits[:, : self.vocab_size]  # columns beyond the vocabulary are padding
         if self.is_penalized:
-            logits = self.penalized(logits, owners, depths, drafted)
+            logits = self.penalized(check_finite(logits), owners, depths, drafted)
         if self.masks is not None:
             logits = self.masks.apply(logits, owners, depths)
         return self.ops.probabilities(logits, self.masks is not None, **settings)

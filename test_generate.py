@@ -708,7 +708,7 @@ def test_a_model_may_lack_tokens_beside_those_of_texts(tmp_path):
     message = dict(role="user", content="<|im_end|>")
     result = generate(messages=[message], target=model, max_tokens=40, temperature=9.0)
     assert max(result.tokens) < 258 == model.tokenizer.vocab_size
-    with pytest.raises(UserError, match="prompt has token 258, and the model has tokens 0 to 257"):
+    with pytest.raises(UserError, match="has token 258, and the model has tokens 0 to 257"):
         generate(messages=[message, message], target=model)
 
 

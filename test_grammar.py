@@ -34,7 +34,7 @@ pytest.importorskip("llguidance", reason="the extra 'server' is not installed")
 import automaton
 import bounds
 import grammar as grammar_page
-from automaton import Grammars
+from automaton import Grammars, read_schema
 from grammar import GrammarState, Masks, forbid
 from settings import MAX_GRAMMAR, Grammar, Options
 
@@ -321,6 +321,22 @@ def test_a_schema_has_white_space_only_where_it_says_so(model):
         rule = Grammar("schema", json.dumps({"type": "array"} | more))
         start = model.grammars.compile(rule)
         assert len(GrammarState(model.grammars, start, first).allowed(spaced)) == count
+
+
+def test_formats_that_only_validators_know_are_left_out_of_schemas_and_not_of_values():
+    value = {"type": "string", "format": "x"}
+    kept = {"const": value, "enum": [value], "default": value, "examples": [value]}
+    names = {"format": {"type": "string"}, "type": {"const": value}, "const": {"type": "null"}}
+    for schema, read in (
+        (value, {"type": "string"}),
+        ({"format": "x"}, {}),
+        ({"type": ["string", "null"], "format": "x"}, {"type": ["string", "null"]}),
+        ({"type": "string", "format": "date"},) * 2,
+        ({"properties": {"const": value}}, {"properties": {"const": {"type": "string"}}}),
+        ({"anyOf": [kept, value]}, {"anyOf": [kept, {"type": "string"}]}),
+        ({"$defs": {"format": {"properties": names}}},) * 2,
+    ):
+        assert read_schema(json.dumps(schema)) == read
 
 
 @pytest.mark.parametrize("number", [-(2**53), 2**60, 2**63 - 1])

@@ -29,7 +29,7 @@ from speculative import Drawing, Proposal, Round
 
 
 class Cipher(Toy):
-    """A toy that histories every token as another one: from its cache other toys read another text.
+    """A toy that stores every token as another one: from its cache other toys read another text.
     As a drafter in the target's cache, it leaves the distribution right only if the target
     overwrites what it stored."""
 
@@ -48,7 +48,7 @@ class Place(NamedTuple):
 CPU = torch.device("cpu")
 TARGET = Toy(seed=1)
 DRAFT = Toy(seed=2)
-COPY = Cipher(seed=2)  # what it histories, no other toy can read
+COPY = Cipher(seed=2)  # what it stores, no other toy can read
 
 
 def penalized(
