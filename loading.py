@@ -287,7 +287,10 @@ def check_draft(draft: DraftName, bits: Kind | None) -> None:
     """UserError or FileNotFoundError if a draft's name or bits are wrong, before any weights are
     loaded. bits: as for `load_draft`."""
     if looks_up_first(draft):
-        check_draft(draft.removeprefix(LOOK_UP), bits)
+        other = draft.removeprefix(LOOK_UP)
+        if other.split(",")[0] == "ngram":
+            raise UserError(f"draft is {draft}: after the comma, name a draft other than ngram")
+        check_draft(other, bits)
     elif names_model(draft):
         draft_config(find_model(draft, DRAFTS), bits)
     elif bits is not None and (draft, bits) != ("self", 4):  # self always has 4 bits

@@ -23,7 +23,7 @@ not on the other requests in the history.
 
 Invariant: a place has a follower, or is the end of its request. Matches never cross from one
 request into another.
-Cost: about 0.1 ms of plain Python per round. A token in the history takes about 200 bytes. Of
+Cost: about 0.1 ms of plain Python per round. A token in the history takes up to 500 bytes. Of
 requests that have ended, only MOST_TOKENS tokens are kept; the oldest requests are dropped first,
 each as a whole.
 
@@ -83,21 +83,22 @@ class History:
         # one of three had been right.
         self.right = defaultdict[Votes, list[float]](lambda: [1.0, 3.0])
 
-    def update(self, text: list[int]) -> None:
-        """Index the tokens that are new."""
+    def update(self, text: list[int], stop: int | None = None) -> None:
+        """Index the tokens that are new: all, or those before `stop`."""
         _, start = self.texts.get(id(text), (text, 1))
-        for end in range(start + 1, len(text) + 1):
+        stop = max(start, stop or len(text))
+        for end in range(start + 1, stop + 1):
             for key in keys_before(text, end):
                 places = self.places[key]
                 places.append((text, end))
                 if len(places) > 2 * MOST_PLACES:
                     del places[:MOST_PLACES]
-        self.texts[id(text)] = text, max(1, len(text))
+        self.texts[id(text)] = text, stop
         self.ended.pop(id(text), None)  # it goes on, after a preemption
 
     def end(self, text: list[int]) -> None:
         """A request has ended, or is preempted: it may be forgotten."""
-        self.update(text)
+        self.update(text, stop=1)  # it is known, even if nothing was read of it
         self.ended[id(text)] = len(text)
         while sum(self.ended.values()) > MOST_TOKENS:
             self._forget(next(iter(self.ended)))
@@ -246,7 +247,8 @@ class LookupDrafter(Drafter):
             if request in self.found:
                 length, found = self.found.pop(request)
                 history.learn(found, request.tokens[length:])
-            history.update(request.tokens)
+            # Of a prompt, as much as the target reads in a step: indexing a long one takes a while.
+            history.update(request.tokens, None if item.samples else item.stop)
 
     def close(self, request: Request) -> None:
         self.found.pop(request, None)

@@ -222,8 +222,9 @@ class ModelRunner:
         return 1 + (budget - 1) // self.target.price(start)
 
     def _num_drafts(self, request: Request, left: int) -> int:
-        """γ of the next round. left: the part of the budget that the pending tokens leave."""
-        if not self.has_drafter:
+        """γ of the next round. left: the part of the budget that the pending tokens leave; if it
+        is negative, there is no room for a round."""
+        if not self.has_drafter or left < 0:
             return 0
         gamma = request.settings.gamma
         if gamma is None:

@@ -419,7 +419,7 @@ PENALIZED = {
     ),
     "penalties are ignored (vllm-project/vllm#18902)": (
         Round.probabilities,
-        "self.penalized(logits, owners, depths, drafted)",
+        "self.penalized(check_finite(logits), owners, depths, drafted)",
         "logits",
     ),
     "only drafts are penalized": (

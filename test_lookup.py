@@ -11,12 +11,15 @@ import lookup
 from drafters import Drafter
 from gamma import speed_ups
 from generate import Engine, generate
+from kvcache import KVCache
 from loading import Model, load_draft
 from lookup import LONGEST, FirstLookUp, History, LookupDrafter
 from request import Request, Settings
+from runner import ModelRunner
 from settings import Options
 from speculative import Drawing, Round
 from testing.toys import Place, new_tokens
+from testing.worlds import LLAMA, V, random_tokens
 
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=8)
 
@@ -130,6 +133,26 @@ def test_whole_requests_are_forgotten_the_oldest_first_and_none_that_runs(monkey
     history.end(texts[1] * 9)
     assert [text for text, _ in history.texts.values()] == [running]
     assert sum(map(len, history.places.values())) == 2 * (len(running) - 1)
+
+
+def test_a_prompt_is_indexed_as_far_as_it_was_read():
+    """Not at once, which would stop all other requests; and after a preemption not twice."""
+    cache = KVCache(LLAMA.kv_spec(), 50)
+    drafter = LookupDrafter()
+    runner = ModelRunner(LLAMA, cache, Drawing(V), drafter, budget=8)
+    request = Request(random_tokens(40), Settings(seed=0, max_tokens=3))
+    counts = []
+    runner.open(request)
+    while not request.finish_reason:
+        runner.step([runner.schedule(request)])
+        _, count = drafter.history.texts[id(request.tokens)]
+        counts.append(count)
+        if len(counts) == 3:
+            runner.close(request)
+            assert drafter.history.texts[id(request.tokens)] == (request.tokens, 24)
+            runner.open(request)
+    assert counts == [8, 16, 24, 24, 24, 24, 32, 41, 42, 43]
+    assert sum(map(len, drafter.history.places.values())) == 2 * 42
 
 
 def test_the_store_is_of_the_process_or_of_each_request():

@@ -500,6 +500,16 @@ def test_multi_step_text_is_the_plain_text(pair):
     check_logprobs(model, asks)
 
 
+def test_a_request_for_no_token_has_a_plain_round_beside_several_tokens(pair):
+    model, _ = pair
+    runner = ModelRunner(model.llama, KVCache(model.llama.kv_spec(), 64, 2), Drawing(259))
+    requests = [Request([5], Settings(1.0, seed=9, max_tokens=count)) for count in (9, 0)]
+    with several_tokens(model.llama, 4):
+        play(runner, requests)
+    assert [request.rounds[0] for request in requests] == [RoundStats(0, 0, 2)] * 2
+    assert [len(new_tokens(request)) for request in requests] == [9, 0]
+
+
 class Greedy:
     """An rng that picks what is most probable."""
 

@@ -261,6 +261,12 @@ def check_values(args: argparse.Namespace) -> None:
     for name in ("gamma", "verify", "draft_bits", "color"):
         if args.draft is None and getattr(args, name, None) not in (None, False):
             raise UserError(f"{flag(name)} needs drafted tokens: name a --draft (tiny-draft, …)")
+    looks_up = args.draft is not None and args.draft.split(",")[0] == "ngram"
+    if looks_up and args.verify not in (None, "coupled"):
+        raise UserError(
+            f"--verify is {args.verify}, and with --draft {args.draft} all drafts are verified in "
+            "coupled mode (see lookup.py): leave out --verify"
+        )
 
 
 # ---- serve.py ----------------------------------------------------------------------------------

@@ -535,6 +535,7 @@ BAD_FLAGS = told(
     --target /no/such/folder → neither a folder
     --draft ngrams → tiny-eagle, ngram, self
     --draft ngram,tiny-daft → tiny-eagle, ngram, self
+    --draft ngram,ngram,self → draft is ngram,ngram,self: after the comma, name a draft other
     --prompts x → --prompts FILE has the prompts
     --color → --color needs drafted
     --logprobs 2 → --logprobs is for JSON results
@@ -551,6 +552,7 @@ BAD_FLAGS = told(
     --draft ngram --gamma -1 → gamma is -1: it must be a whole number
     --draft ngram --gamma many → gamma is 'many'
     --draft ngram --gamma 1000000000000000000 → a step has a budget of 512 tokens
+    --draft ngram,self --verify token → and with --draft ngram,self all drafts are verified
     --draft ngram --verify maybe → verify is 'maybe': it must be block, token or coupled
     --draft ngram --color --json → --color is for text
     --draft no-such-model → 'no-such-model' is neither

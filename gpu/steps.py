@@ -60,5 +60,7 @@ class MultiStep(Ops):
         counts = [min(n, item.request.num_remaining) for item in scheduled]
         if max(counts) < n:  # fewer tokens would need a CUDA graph of their own
             return []
+        if 0 in counts:  # max_tokens is 0, but a token is computed, and its probabilities checked
+            return []
         wanted = [(item.request.seq, count) for item, count in zip(scheduled, counts)]
         return counts if runner.cache.fits(wanted) else []
