@@ -489,6 +489,9 @@ def test_results_are_bound_to_calls_by_their_ids(one_call):
         del call["id"]
     assert told(lacking, result("1"), result("2"))[1 :: 1 + one_call] == ["x of 1", "y of 2"]
     assert told(called("x"), result("", name="z"))[1:] == ["z of "]
+    assert told(called(*"xy"), result(""), result(""))[1 :: 1 + one_call] == ["x of ", "y of "]
+    with pytest.raises(HttpError, match="no call before"):  # those without ids are over
+        told(lacking, result("1"), called("x"), result("b"))
     for ids in ("ab", "b"):
         with pytest.raises(HttpError, match=r"^messages\[\d\].tool_call_id is 'b': no call before"):
             told(called("a"), *map(result, ids))
