@@ -69,6 +69,7 @@ READ: list[tuple[str, str, Calls]] = [  # a text, its content, its calls
     (tag(SWAPPED) + "So", "So", READ_ADD),
     (tag('{"id": "x1", "name": "add", "arguments": {"a": 1}, "type": "function"}'), "", READ_ADD),
     (tag('{"name": "add", "arguments": "{\\"a\\": 1}"}'), "", READ_ADD),
+    (tag('{"arguments": {"a": "\\ud800é"}, "name": "add"}'), "", [("add", '{"a": "\ufffdé"}')]),
     (tag('{"name": "add", "arguments": null}'), "", [("add", "{}")]),
     (tag('{"name": "add"}'), "", [("add", "{}")]),
     (tag(f"[{ADD}, {ADD}]") + tag(ADD), "", READ_ADD * 3),
