@@ -94,8 +94,8 @@ class Grammars:
         self.is_slow = False  # whether the last masks took longer than grammar.SLOW_STEP
 
     def compile(self, grammar: Grammar) -> LLMatcher:
-        """The automaton before the first token, with its mask computed. UserError if none follows
-        the grammar, if it cannot be read, or if it is too large."""
+        """The automaton before the first token, with its mask computed. UserError if the grammar
+        cannot be read, is too large, or allows no output."""
         return self.submit(grammar).result()
 
     def submit(self, grammar: Grammar) -> Future[LLMatcher]:

@@ -6,6 +6,7 @@ fraction 1 − Σ lengths / (requests · longest) of its places. Continuous batc
 step anew: a request that ends leaves at once, and the next one in the queue takes its place. A step
 has a budget of tokens. Each request that has read its prompt takes one round. Prompts are read in
 chunks, with the rest of the budget (Sarathi-Serve), so a long prompt does not delay other requests.
+With γ auto, drafts take at most half of that rest, so the other half is always there for prompts.
 A token late in a prompt costs more (`Llama.price`), so chunks become smaller along the prompt.
 
   - First come, first served: the oldest requests take from the budget first, but a round of each
@@ -127,7 +128,8 @@ class Batcher:
         self.num_steps += 1
         scheduled = self._schedule_running()
         while not self.runner.fits(scheduled):
-            self._preempt(self.running[-1])  # may be admitted below, if all its tokens fit
+            # It goes to the front of `waiting`, so it may be admitted again below.
+            self._preempt(self.running[-1])
             scheduled.pop()
         left = self.runner.budget - sum(map(self.runner.work, scheduled))
         while left > 0 and self._may_admit():
@@ -139,13 +141,19 @@ class Batcher:
         return scheduled
 
     def _schedule_running(self) -> list[ScheduledRequest]:
-        """Plan a round or a chunk for each request; each younger one keeps budget for a round."""
+        """Plan a round or a chunk for each request. Each younger one keeps budget for a round, and
+        prompts, also of requests that wait, keep half of the rest."""
         scheduled = []
         left = self.runner.budget
         reserved = self._reserved()
+        for_prompts = (left - reserved + 1) // 2
         for request in self.running:
-            reserved -= self.runner.round_size(request)
-            item = self.runner.schedule(request, left - reserved)
+            round_size = self.runner.round_size(request)
+            reserved -= round_size
+            budget = left - reserved
+            if self.runner.num_pending(request) == 1:  # with γ auto, drafts would take all of it
+                budget = max(round_size, budget - for_prompts)
+            item = self.runner.schedule(request, budget)
             scheduled.append(item)
             left -= self.runner.work(item)
         return scheduled
@@ -184,11 +192,10 @@ class Batcher:
             self.retry_at_step = self.num_steps + RETRY_AFTER
             return None
         item = self.runner.schedule(request, left)
-        # This item is only tested, never run. If just a chunk fits, the request is soon preempted.
-        whole_text = item._replace(
-            num_tokens=self.runner.num_pending(request), num_drafts=0, samples=True
-        )
-        has_room = all(self.runner.fits([*scheduled, work]) for work in (item, whole_text))
+        # There must be room for all its tokens: if only a chunk fits, it would soon be preempted.
+        num_pending = self.runner.num_pending(request)
+        whole = item._replace(num_tokens=num_pending, num_drafts=0, samples=True)
+        has_room = all(self.runner.fits([*scheduled, asked]) for asked in (item, whole))
         if item.num_new_tokens == 0 or not has_room:
             self.runner.close(request)
             if not has_room:
@@ -208,7 +215,7 @@ class Batcher:
 
 def main() -> None:
     """Demonstration: 16 requests, four at a time. A row is a request, and a column a step."""
-    model = Model.load("tiny", plain=True)  # a token per column, on a GPU too
+    model = Model.load("tiny", plain=True)  # a GPU would draw several tokens in a step
     batcher = Engine(model, None, Options(max_len=64, max_batch=4), tokens=1000).batcher
     lengths = [5, 41, 12, 30, 4, 22, 48, 8, 16, 6, 35, 10, 27, 7, 19, 13]
     requests = []
@@ -227,7 +234,7 @@ def main() -> None:
     )
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # these pages import this one
     from generate import Engine
     from loading import Model
     from request import Settings

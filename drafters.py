@@ -7,7 +7,7 @@ anything:
     ModelDrafter    a smaller Llama with the target's vocabulary, under the request's own settings
     SelfDrafter     the target's own INT4 copy (`--draft self`), in the target's cache
     LookupDrafter   what followed the same tokens before: no weights (lookup.py)
-    FirstLookUp     looks up, and lets another draft where nothing likelier is found
+    FirstLookUp     look-ups first; another drafter drafts where it is more likely to be right
 
 Invariant: between rounds, a draft model's cache holds a prefix of the text, without the text's last
 token. If all drafts were accepted, the cache lacks two tokens: the last draft, which was drawn but
@@ -78,7 +78,8 @@ class Chain:
         proposal = round.no_drafts()
         for j in range(max(round.num_drafts)):
             rows = round.drafting(j)
-            q, picked = round.pick_drafts(j, self.logits(rows), rows)  # [R, V], [R]
+            logits = self.logits(rows)
+            q, picked = round.pick_drafts(j, logits, rows, proposal.tokens)  # [R, V], [R]
             proposal.tokens[rows, j] = picked
             if proposal.q is not None:
                 proposal.q[rows, j] = q
@@ -150,7 +151,7 @@ class Drafter:
         self.acceptance = Acceptance()
 
     def chances(self, request: Request) -> Sequence[float]:
-        """For 1, 2, … drafts of the next round: the probability that all are accepted."""
+        """For 1, 2, … drafts of the next round, the probability that all of them are accepted."""
         return self.acceptance.chances()
 
     def most(self, request: Request, wanted: int) -> int:
@@ -170,7 +171,7 @@ class Drafter:
         return round.no_drafts()
 
     def observe(self, request: Request) -> None:
-        """A round of this request was verified: its last one."""
+        """Called when a round of this request has been verified; it is the last of its rounds."""
         self.acceptance.observe(request.rounds[-1])
 
     def learn(self, scheduled: Sequence[ScheduledRequest], features: Features | None) -> None:

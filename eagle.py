@@ -223,7 +223,7 @@ class EagleDrafter(SelfDrafter):
                 requests.append(item.request)
                 spans.append((item.request.seq, item.start, stop))
                 next_tokens.append(tokens[item.start + 1 : stop + 1])
-                rows += item.tokens[: stop - item.start]
+                rows += item.token_rows[: stop - item.start]
         if not requests:
             return
         device = self.model.device

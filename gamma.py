@@ -14,18 +14,19 @@ The cost is that of a whole round, the drafter's work included. It is measured b
 
   - Real rounds are timed: PLAIN plain ones, then a few with TRIAL drafts, and then every round.
     Steps that read a prompt or record a CUDA graph are not timed.
-  - The time of a round is the lower quartile of at least MEASURED rounds (of 2 or 3, the shortest).
-    So it is not distorted by a slow first round or by an interruption.
+  - The time of a round is the lower quartile of at least MEASURED rounds (with 2 or 3 rounds, the
+    shortest). So a slow first round or an interruption does not distort it.
   - For other k, up to twice the largest one measured, the time is taken from a straight line fitted
-    to the measured ones (without k = 0, if two others are known). It is never below a plain round.
+    to the measured times (without k = 0, if two others are known). It is never below the time of a
+    plain round.
   - α is a moving average over all requests. So a new request starts with the acceptance of earlier
     ones.
-  - While drafts do not pay, they are tried again after PATIENCE · cost plain rounds. While they
-    pay, a plain round is run after PATIENCE rounds with drafts. So these tests take less than 1 %
-    of the time.
+  - While drafts are not worth their cost, they are tried again after PATIENCE · cost plain rounds.
+    While they are, a plain round is run after PATIENCE rounds with drafts. So these tests take less
+    than 1 % of the time.
 
-In a batch the cost of k is that of a round in which each request has k drafts. So all requests
-that expect the same have the same k, and the price of one more draft is right for each of them.
+In a batch, the cost of k is that of a round in which each request has k drafts. So all requests
+with the same chances have the same k, and the price of one more draft is right for each of them.
 
 k depends on past rounds, the clock and what is known before a draft is drawn, but never on the
 draws of its own round. So the distribution of outputs is unchanged, but the same seed may give a
@@ -72,7 +73,7 @@ class Acceptance:
 
     def __init__(self) -> None:
         self.alpha = 0.7
-        self.weight = 5.0  # drafts that alpha is averaged over
+        self.weight = 5.0  # how many drafts alpha is averaged over
 
     def observe(self, stats: RoundStats) -> None:
         """Learn from a round of one request. Drafts are examined up to the first rejection."""
@@ -87,7 +88,7 @@ class Acceptance:
 
 
 class AutoGamma:
-    """What rounds cost, and so how many drafts pay."""
+    """What rounds cost, and how many drafts are worth it."""
 
     def __init__(self) -> None:
         self.num_plain = 0  # plain rounds since the last draft
@@ -114,7 +115,7 @@ class AutoGamma:
         return measured
 
     def costs_of(self, measured: dict[int, float]) -> list[float]:
-        """A round's time over a plain one's for 1, 2, … drafts, from the measured times."""
+        """The time of a round divided by that of a plain one, for 1, 2, … drafts."""
         plain = measured[0]
         points = dict(measured)
         if len(points) > 2:  # a pass over several tokens may have a cost that a plain one lacks
@@ -127,8 +128,8 @@ class AutoGamma:
         return costs
 
     def choose(self, batch_size: int, chances: Sequence[float]) -> int:
-        """The number of drafts of a request in the next round of a batch of this size. chances:
-        P_1, P_2, …, as its drafter says. Changes nothing."""
+        """The number of drafts for a request in the next round of a batch of this size. chances:
+        P_1, P_2, …, as estimated by its drafter. Changes nothing."""
         if not chances:
             return 0
         costs = self.costs.get(batch_size.bit_length())
@@ -138,13 +139,13 @@ class AutoGamma:
         gains = speed_ups(chances, costs)
         best = gains.index(max(gains[1:]), 1)  # of those with drafts
         if gains[best] > 1:
-            plain_is_due = self.num_drafting >= PATIENCE  # to measure it again
+            plain_is_due = self.num_drafting >= PATIENCE  # to measure plain rounds again
             return 0 if plain_is_due else best
         retry_is_due = self.num_plain >= PATIENCE * costs[best - 1]
         return best if retry_is_due else 0
 
     def observe(self, num_drafts: Sequence[int], seconds: float) -> None:
-        """Learn from a round: how many drafts each request had, and the time that it took."""
+        """Learn from a round: how many drafts each request had, and how long the round took."""
         batch_size = len(num_drafts)
         gamma = math.ceil(sum(num_drafts) / batch_size)  # some requests may have had fewer
         self.seconds[batch_size.bit_length(), gamma].append(seconds)

@@ -65,12 +65,12 @@ def plain_loop(model: Model, request: Request, use_cache: bool = True) -> Iterat
     filters = settings.temperature, settings.top_k, settings.top_p, settings.min_p
     tokens = list(request.tokens)
     cache = KVCache(llama.kv_spec(), len(tokens) + settings.max_tokens)
-    seq, _ = cache.open(tokens)
+    seq, _ = cache.open(tokens)  # stores nothing; _: how many were found in the cache, here 0
     new = tokens  # what the cache lacks: first the prompt, then the last token
     for _ in range(settings.max_tokens):
         metadata = cache.extend([(seq, new)]) if use_cache else None
         logits = llama(send(new, llama.device), metadata, slice(-1, None))  # [1, V]
-        known = logits[:, : model.tokenizer.vocab_size]  # some heads have more rows: padding
+        known = logits[:, : model.tokenizer.vocab_size]  # the output layer may have padding rows
         probs = probabilities(check_finite(known), *filters)
         # The random numbers of this seed and position (sampling.py).
         rng = Keyed(send([settings.seed], llama.device), send([len(tokens)], llama.device))
@@ -102,6 +102,9 @@ class PlainLoop:
                 "grammars and logprobs need a cache: leave out --no-cache, or "
                 "--schema, --regex, --choice, --grammar, --logprobs and --prompt-logprobs"
             )
+        if settings.penalties:
+            asked = ", ".join(settings.penalties)
+            raise UserError(f"{asked} needs a cache: leave out --no-cache, or set it to no effect")
 
     def add(self, request: Request) -> None:
         self.check(request)
@@ -113,8 +116,8 @@ class PlainLoop:
             request = self.waiting.pop(0)
             request.started = time.perf_counter()
             self.running[request] = plain_loop(self.model, request, use_cache=False)
-        ((request, tokens),) = self.running.items()
-        new = list(islice(tokens, 1))  # [] if max_tokens is 0
+        ((request, loop),) = self.running.items()
+        new = list(islice(loop, 1))  # [] if max_tokens is 0
         request.tokens += new
         request.origins += ["plain"] * len(new)
         request.rounds.append(RoundStats(num_drafts=0, num_accepted=0))
@@ -134,13 +137,13 @@ def check_without_cache(draft: Draft | None, options: Options) -> None:
     is_plain = cache_options == ((16, 16), "paged", None)
     if draft is not None or options.max_batch > 1 or not is_plain:
         raise UserError(
-            "without a cache there are no drafts, no batches and no options of it: leave out "
-            "--draft, --prompts, --kv, --kv-bits and --kv-memory, or --no-cache"
+            "drafts, batches and cache options need a cache: leave out --draft, --prompts, --kv, "
+            "--kv-bits and --kv-memory, or --no-cache"
         )
 
 
 class Engine:
-    """A target, a draft, their caches and the batch.
+    """A target, a draft, their caches and the batch. draft: makes the drafter (loading.py).
 
     tokens: how many tokens, of all requests together, the paged cache should hold, using at most 80
     % of free memory; None means max_batch sequences of max_len tokens. If options.kv_memory is
@@ -152,7 +155,7 @@ class Engine:
         self, model: Model, draft: Draft | None, options: Options, tokens: int | None = None
     ):
         self.max_len = model.max_total_tokens(options)
-        self.caches: list[Cache] = []  # the target's, and the draft's, if it has one of its own
+        self.caches: list[Cache] = []  # the target's, and the draft's own if it has one
         self.runner: ModelRunner | None = None
         if options.use_cache:
             self._start(model, draft or NO_DRAFT, options, tokens)
@@ -177,7 +180,7 @@ class Engine:
         budget = llama.ops.step_budget
         self.runner = ModelRunner(llama, cache, drawing, drafter, budget, model.grammars)
         self.batcher = Batcher(self.runner, options.max_batch)
-        if options.max_batch > 1:  # compile kernels now that only steps of many requests launch
+        if options.max_batch > 1:  # compile, now, the kernels that only large batches use
             llama.ops.warm_up(llama, cache, vocab_size)
             for draft_model in draft.models:
                 draft_model.ops.warm_up(draft_model, draft_cache, vocab_size)
@@ -236,7 +239,7 @@ class Engine:
 def make_caches(
     target: Llama, draft: Draft, options: Options, max_len: int, tokens: int | None
 ) -> list[Cache]:
-    """The target's cache, and the draft's own, if it has one."""
+    """The target's cache, and the draft's own cache if it has one."""
     bits = widths(options.kv_bits)
     specs = [target.kv_spec(bits, draft.draft_layers)]
     limits = [max_len]
@@ -294,6 +297,7 @@ def generate(
     FileNotFoundError or CacheFull.
     """
     asked = either(prompt, messages)
+    # A dict is a mistake, which `as_messages` reports.
     is_batch = isinstance(prompt, Iterable) and not isinstance(prompt, str | dict)
     prompts = list(asked) if is_batch else [asked]
     engine, streams = prepare(prompts, target, **options)
@@ -317,8 +321,9 @@ def prepare(
     draft: a model, "ngram", "self" or "ngram,NAME". draft_bits: see `load_draft`. system, chat: see
     `Model.encode`. show: called with each new piece of text and the origin of its last token
     (request.py). named: device, dtype, bits and plain of `Model.load`, and fields of `Options` and
-    `Settings`. Unless `verify` is "coupled", an output also depends on the draft and on how many
-    tokens it drafts, and that number depends on measured times unless `gamma` is given.
+    `Settings`. Unless the temperature is 0 or `verify` is "coupled", an output also depends on the
+    draft and on how many tokens it drafts, and that number depends on measured times unless `gamma`
+    is given.
     """
     check_names(named, [*Settings.__dataclass_fields__, *OPTIONS, *LOADING], "setting or option")
     loading = {name: named.pop(name) for name in LOADING if name in named}
@@ -343,7 +348,7 @@ def prepare(
         streams.append(OutputStream(model.tokenizer, request, prompt, show=show, index=index))
     max_batch = min(options.max_batch, max(1, len(prompts)))
     # The caches are sized for these requests: rows for the longest, and memory for all of them.
-    options = replace(options, max_len=max([2, *lengths]), max_batch=max_batch)
+    options = replace(options, max_len=max([2, *lengths]), max_batch=max_batch)  # at least 2
     loaded = load_draft(draft, model, loading.get("dtype"), draft_bits)
     return Engine(model, loaded, options, sum(lengths)), streams
 

@@ -99,12 +99,13 @@ class AttentionMetadata:
     def without_cache(
         cls, num_sequences: int, length: int, device: torch.device | str = "cpu"
     ) -> AttentionMetadata:
-        """Sequences of `length` tokens, each from its beginning: a block of that size for each."""
+        """Metadata for sequences of `length` tokens from their beginning, with one block for
+        each."""
         slices = [SequenceSlice([b], 0, length) for b in range(num_sequences)]
         return cls(slices, block_size=length, device=device)
 
     def _set_parts(self, parts: Sequence[array], M: int, device: torch.device | str) -> None:
-        """Send the numbers of the five tensors to the device, by one copy."""
+        """Send the contents of the five tensors to the device, in one copy."""
         self.buffer = send(joined_parts(parts), torch.device(device))
         views = self.buffer.split_with_sizes([len(part) for part in parts])
         self.positions, self.slot_mapping, self.cu_seqlens, self.seq_lens, tables = views

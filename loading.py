@@ -34,7 +34,7 @@ from lookup import FirstLookUp, History, LookupDrafter
 from model import Llama
 from quant import Kind, widths
 from request import Message, Request, Settings
-from settings import SETTINGS, Options, check_in_vocabulary
+from settings import PENALTIES, SETTINGS, Options, check_in_vocabulary
 from tokenizer import Tokenizer
 
 # ---- Models --------------------------------------------------------------------------------------
@@ -73,13 +73,13 @@ class Model:
         tokenizer = Tokenizer.load(folder)
         recommended = GenerationConfig.load(folder)
         llama = Llama.load(folder, device, dtype, bits=bits, ops=Ops() if plain else None)
-        return cls(llama, tokenizer.of_model(llama.config.vocab_size), recommended, folder)
+        return cls(llama, tokenizer.limited_to(llama.config.vocab_size), recommended, folder)
 
     def complete(self, settings: Settings) -> Settings:
         """Replace settings that are None with those of generation_config.json, and draw a seed if
         there is none."""
         asked = {}
-        for name in SETTINGS:
+        for name in SETTINGS | PENALTIES:
             value = getattr(settings, name)
             if value is not None:
                 asked[name] = value
@@ -176,8 +176,8 @@ class Model:
                 f"the prompt has {len(tokens)} tokens: it must have from 1 to {limit - 1}; change "
                 "it, or raise --max-len (up to the model's limit, and memory must hold it)"
             )
-        # The tokenizer may know more tokens than the model.
-        check_in_vocabulary(tokens, self.tokenizer.vocab_size)
+        # The tokenizer knows at most as many tokens as the model.
+        check_in_vocabulary([*tokens, *(settings.logit_bias or ())], self.tokenizer.vocab_size)
         max_tokens = min(settings.max_tokens, limit - len(tokens))
         settings = replace(self.complete(settings), max_tokens=max_tokens)
         return Request(tokens, settings, self.eos_token_ids, is_reply=is_reply)
@@ -219,7 +219,7 @@ def ngram_draft(model: Model) -> Draft:
 
 
 def look_up_first(model: Model, draft: Draft) -> Draft:
-    """`--draft ngram,NAME`: look back, and let this draft where nothing likelier is found."""
+    """`--draft ngram,NAME`: look up first, and let NAME draft if its drafts are more likely."""
 
     def make(cache: Cache) -> Drafter:
         return FirstLookUp(LookupDrafter(model.history), draft.make(cache))
@@ -247,6 +247,7 @@ def int4_draft(model: Model) -> Draft:
         raise UserError(f"the INT4 copy (--draft self): {error}; or name another draft") from None
     copy.embed = target.embed
     copy.head = target.head
+    # It drafts in the target's cache, and truncates what it has stored there.
     return Draft(lambda cache: SelfDrafter(copy, cache), (copy,))
 
 
@@ -255,13 +256,14 @@ def model_draft(draft: Model, model: Model) -> Draft:
     difference = model.tokenizer.difference(draft.tokenizer)
     if difference:
         raise UserError(
-            f"the draft's vocabulary is not the target's: {difference}; take its family, or ngram"
+            f"the draft's vocabulary is not the target's: {difference}; use a draft of the same "
+            "model family, or ngram"
         )
     llama = draft.llama
     device = model.llama.device
     if llama.device != device:
         raise UserError(
-            f"the draft is on {llama.device}, and the target on {device}: load both on one"
+            f"the draft is on {llama.device}, and the target is on {device}: load both on one"
         )
     return Draft(lambda cache: ModelDrafter(llama, cache), (llama,), has_own_cache=True)
 
@@ -271,24 +273,24 @@ LOOK_UP = "ngram,"  # and the name of another draft
 
 
 def looks_up_first(draft: DraftName) -> bool:
-    """Whether this names a draft that steps in where a look-up finds nothing likelier."""
+    """Whether this names a draft to combine with look-ups."""
     return isinstance(draft, str) and draft.startswith(LOOK_UP)
 
 
 def names_model(draft: DraftName) -> bool:
-    """Whether this is the name of a model that drafts, not loaded yet."""
+    """Whether this is the name of a draft model that is still to be loaded."""
     is_kind = isinstance(draft, str) and draft in DRAFTS
     return not is_kind and not isinstance(draft, Model | Draft | None)
 
 
 def check_draft(draft: DraftName, bits: Kind | None) -> None:
     """UserError or FileNotFoundError if a draft's name or bits are wrong, before any weights are
-    loaded. bits: as of `load_draft`."""
+    loaded. bits: as for `load_draft`."""
     if looks_up_first(draft):
         check_draft(draft.removeprefix(LOOK_UP), bits)
     elif names_model(draft):
         draft_config(find_model(draft, DRAFTS), bits)
-    elif bits is not None and (draft, bits) != ("self", 4):  # it has 4 bits anyway
+    elif bits is not None and (draft, bits) != ("self", 4):  # self always has 4 bits
         raise UserError(
             f"draft_bits is {bits}, and there is no draft to round: self is always INT4, ngram "
             "has no weights, and a loaded draft is not changed; leave draft_bits out"
@@ -301,8 +303,9 @@ def load_draft(
     dtype: torch.dtype | None = None,
     bits: Kind | None = None,
 ) -> Draft | None:
-    """What drafts for this model; None for None. dtype: of a draft model (a head has the target's).
-    bits: of its weights; None: the target's, or those that it is stored in (`default_bits`)."""
+    """Load a draft for this model; None if `draft` is None. dtype: of a draft model (a head has the
+    target's). bits: of its weights; None: the target's, or those that it is stored in
+    (`default_bits`)."""
     check_draft(draft, bits)
     if looks_up_first(draft):
         return look_up_first(model, load_draft(draft.removeprefix(LOOK_UP), model, dtype, bits))

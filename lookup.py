@@ -1,8 +1,9 @@
 """Look-up drafts: what followed the same tokens before, in this request or in any other.
 
-Requests repeat: their prompts, each other, and themselves. So the last tokens of a request have
-often been seen, and what followed them then is a draft that costs nothing. A `History` keeps the
-tokens of all requests, and an index from each pair of tokens to the places after it:
+Requests repeat parts of their prompts, of each other and of themselves. So the last tokens of a
+request have often occurred before, and the tokens that followed them then are a draft that costs
+almost nothing. A `History` keeps the tokens of all requests, and an index from each pair of tokens
+to the places after it:
 
     places    those after the last two tokens, each compared backwards: only the longest match stays
     a vote    of the tokens that follow there; the places that voted for another are left out, and
@@ -11,22 +12,24 @@ tokens of all requests, and an index from each pair of tokens to the places afte
     k         drafts: the best (1 + P_1 + … + P_k) / cost(k), where P_j is the product of the
               first j chances (gamma.py). Often that is 0
 
-The chances are learnt from every token, drafted or not: the output itself shows which votes were
-right. So there are no thresholds, and nothing must be tried out.
+The chances are measured on every token, drafted or not, because the output itself shows which votes
+were right. So there are no thresholds, and no trial drafts are needed.
 
 These drafts have one-hot distributions. A draft x is then accepted with probability p(x) token by
 token, as a block and in coupled mode alike: min(1, p(x) / 1) = p(x), and the target's own pick is x
 with probability p(x). So they are always verified in coupled mode, which needs no q, and the output
-is that of plain decoding with the same seed. It does not depend on what was drafted, hence not on
-the other requests in the history.
+is that of plain decoding with the same seed. It does not depend on what was drafted, and therefore
+not on the other requests in the history.
 
 Invariant: a place has a follower, or is the end of its request. Matches never cross from one
 request into another.
-Cost: about 0.1 ms of plain Python a round. A token in the history takes about 200 bytes, and of
-requests that have ended only MOST_TOKENS are kept: the oldest are forgotten, whole.
+Cost: about 0.1 ms of plain Python per round. A token in the history takes about 200 bytes. Of
+requests that have ended, only MOST_TOKENS tokens are kept; the oldest requests are dropped first,
+each as a whole.
 
-A history that clients share can tell one what another has asked, because accepted drafts come
-faster (arXiv:2411.01076). So the server shares one only among clients of the same --api-key.
+If clients share a history, one client could find out what another has asked, because accepted
+drafts arrive faster (arXiv:2411.01076). So the server shares a history only among clients with the
+same --api-key.
 
 Prompt look-up: Saxena 2023; Yang et al. 2023, LLMA (arXiv:2304.04487). Across requests: Oliaro et
 al. 2024, SuffixDecoding (arXiv:2411.04975).

@@ -463,8 +463,8 @@ ROOMS: dict[str, list[Exhibit]] = {
             "logprobs are taken from rows of drafts that were rejected",
             "tokens had the logprobs of other positions",
             ModelRunner._drawn,
-            "item.logits[: len(tokens)]",
-            "item.logits[-len(tokens) :]",
+            "item.logit_rows[: len(tokens)]",
+            "item.logit_rows[-len(tokens) :]",
             texts_alone_and_together,
         ),
         Exhibit(

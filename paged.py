@@ -247,8 +247,8 @@ def blocks_that_fit(memory: float, block_bytes: int, device: torch.device) -> in
     num_bytes = memory * free_memory(device) if memory <= 1 else memory
     if not num_bytes >= block_bytes:  # also true for NaN
         raise UserError(
-            f"the memory for keys and values is {memory}: it cannot hold a block, which takes "
-            f"{block_bytes:,} bytes; give a share of the free memory (up to 1), or bytes"
+            f"the memory for keys and values is {memory}: that does not hold a block, which takes "
+            f"{block_bytes:,} bytes; it must be a share of the free memory (up to 1), or bytes"
         )
     return int(num_bytes) // block_bytes
 

@@ -31,7 +31,7 @@ class RoundStats(NamedTuple):
     """The counts of a past round of one request (runner.py)."""
 
     num_drafts: int
-    num_accepted: int  # accepted drafts; if a step made several plain tokens, all but the last
+    num_accepted: int  # or, if a GPU drew several tokens without drafts, all of them but one
     batch_size: int = 1  # requests that shared the round
 
 
@@ -51,7 +51,7 @@ class Request:
     # For the prompt's tokens from the second on, if asked for. Siblings share the list.
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     sibling: Request | None = None  # this request waits until its sibling has read their prompt
-    turn: float = 0.0  # the queue is ordered by turn, and then by arrival (serve.py)
+    turn: float = 0.0  # the queue is ordered by turn, then by arrival: serve.py is fair to clients
     arrived: float = 0.0  # seconds, by time.perf_counter
     started: float = 0.0  # when the request was first admitted (batcher.py)
     num_preemptions: int = 0
@@ -89,12 +89,13 @@ class Request:
     @property
     def finish_reason(self) -> str:
         """stop, length or error; empty while there are tokens left to read or generate. With a
-        grammar, "stop" means that the grammar may end there. If a client's own end-of-text token
-        cuts the output elsewhere, the reason is "length"."""
+        grammar, "stop" means that the grammar may end there. If a stop token that the grammar does
+        not know as its end cuts the output elsewhere, the reason is "length"."""
         if self.error:
             return "error"
         if len(self.tokens) > self.num_prompt_tokens and self.tokens[-1] in self.eos_token_ids:
             return "length" if self.is_cut else "stop"
+        # With max_tokens of 0, the prompt is read in a round, too.
         return "length" if self.num_remaining == 0 and self.rounds else ""
 
     @property
@@ -122,9 +123,11 @@ class StopStrings:
         if self.is_complete:
             return ""
         text = self.held + piece
-        found = [
-            (text.find(stop) + len(stop), text.find(stop)) for stop in self.stops if stop in text
-        ]
+        found = []  # (end, start) of each stop string: the one that ends first counts
+        for stop in self.stops:
+            if stop in text:
+                start = text.find(stop)
+                found.append((start + len(stop), start))
         if found:
             self.is_complete = True
             self.held = ""
@@ -238,6 +241,7 @@ class OutputStream:
             result.logprobs = self.request.logprobs[: len(result.tokens)]
         if self.request.settings.prompt_logprobs is not None:
             result.prompt_logprobs = self.request.prompt_logprobs
+        # Not whole: cancelled before the last step's tokens were fed.
         is_whole = len(result.tokens) == len(self.request.origins)
         if self.stops.is_complete:
             reason = "stop"

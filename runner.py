@@ -18,7 +18,7 @@ sequence is pending, until the request is preempted. A drafter's cache may lack 
 
     B requests of a round · k the largest number of drafts in it · V vocabulary · T tokens of a step
     R rows of logits: first those of rounds, one per draft and one more per request; then those for
-    the log-probabilities of the prompts' tokens (at most a step's budget)
+    the log-probabilities of the prompts' tokens
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class ScheduledRequest(NamedTuple):
     num_drafts: int = 0  # drafts to verify
     samples: bool = True  # False: a chunk, so no token is drawn
     # Its rows in the tensors of the step, which `with_rows` counts:
-    tokens: range = range(0)  # in the pass: its pending tokens, then its drafts
-    logits: range = range(0)  # in the logits: after its last pending token, and after each draft
-    scores: range = range(0)  # in the logits: after its first `num_scores` tokens
+    token_rows: range = range(0)  # of the pass: its pending tokens, then its drafts
+    logit_rows: range = range(0)  # of the logits: after its last pending token and each draft
+    score_rows: range = range(0)  # of the logits: after its first `num_scores` tokens
 
     @property
     def num_new_tokens(self) -> int:
@@ -79,7 +79,8 @@ class ScheduledRequest(NamedTuple):
         prompt_logprobs are asked for."""
         if self.request.settings.prompt_logprobs is None:
             return 0
-        return max(0, min(self.stop, self.request.num_prompt_tokens - 1) - self.start)
+        last = self.request.num_prompt_tokens - 1  # no token of the prompt follows it
+        return max(0, min(self.stop, last) - self.start)
 
 
 def consecutive(sizes: Iterable[int], start: int = 0) -> list[range]:
@@ -98,7 +99,7 @@ def with_rows(scheduled: Sequence[ScheduledRequest]) -> list[ScheduledRequest]:
     scores = consecutive((item.num_scores for item in scheduled), start=logits[-1].stop)
     placed = []
     for item, *rows in zip(scheduled, tokens, logits, scores):
-        placed.append(item._replace(tokens=rows[0], logits=rows[1], scores=rows[2]))
+        placed.append(item._replace(token_rows=rows[0], logit_rows=rows[1], score_rows=rows[2]))
     return placed
 
 
@@ -148,10 +149,11 @@ class ModelRunner:
 
     def open(self, request: Request) -> None:
         """Open a request in the target's cache. CacheFull is raised before anything has changed."""
-        may_find = request.tokens
+        may_find = request.tokens  # in the cache
         if request.settings.prompt_logprobs is not None:
             # A token found in the cache is not computed, so it gives no logprob for the next one.
-            may_find = may_find[: len(request.prompt_logprobs) + 1]  # these have logprobs
+            # So only tokens whose next one has its logprob already may be found.
+            may_find = may_find[: len(request.prompt_logprobs) + 1]
         request.seq, _ = self.cache.open(may_find)
         if request.settings.follows is not None:
             try:
@@ -167,7 +169,7 @@ class ModelRunner:
         request.eos_token_ids = {*request.eos_token_ids, *self.grammars.eos_token_ids}
 
     def close(self, request: Request) -> None:
-        """Free what `open` took. Does nothing to a request that is not open."""
+        """Free what `open` and the drafter took for a request, which may not be open."""
         if request.seq is not None:
             self.cache.free(request.seq)
             request.seq = None
@@ -186,7 +188,7 @@ class ModelRunner:
 
     def round_size(self, request: Request) -> int:
         """How many tokens each step reserves for this request: one for its last token and, if γ is
-        fixed, one for each draft. (With γ auto, drafts take what is left of the budget.)"""
+        fixed, one for each draft. (With γ auto, drafts take half of what is left: batcher.py.)"""
         if not self.has_drafter:
             return 1
         return 1 + (request.settings.gamma or 0)
@@ -200,7 +202,8 @@ class ModelRunner:
         pending = ScheduledRequest(request, start, num_pending)
         num_drafts = self._num_drafts(request, left=budget - self.work(pending))
         whole_round = pending._replace(num_drafts=num_drafts)
-        # A drafter in the target's cache needs the keys and values of all but the last token.
+        # A drafter in the target's cache needs the keys and values of all but the last token. So
+        # the target reads these first, and the drafts come in the next step.
         can_draft = num_pending == 1 or not self.drafter.shares_target_cache
         if self.work(whole_round) <= budget and (can_draft or num_drafts == 0):
             return whole_round
@@ -242,8 +245,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def step(self, scheduled: Sequence[ScheduledRequest]) -> dict[Request, list[int]]:
-        """Run the plans -> the new tokens of each request that had a round. If the step fails, or
-        is interrupted, its requests are closed."""
+        """Run a step -> the new tokens of each request that had a round. If the step fails or is
+        interrupted, its requests are closed."""
         scheduled = with_rows(scheduled)
         try:
             with self._timed(scheduled):
@@ -255,11 +258,12 @@ class ModelRunner:
 
     def _step(self, scheduled: Sequence[ScheduledRequest]) -> dict[Request, list[int]]:
         rounds = [item for item in scheduled if item.samples]
-        features = None
+        features = None  # the hidden states that an EAGLE head reads
         if self.drafter.feature_layers:
-            T = scheduled[-1].tokens.stop
+            T = scheduled[-1].token_rows.stop
             features = self.target.empty_features(self.drafter.feature_layers, T)
-        # A backend may draw several tokens at once; the plain one calls `run_rounds`, below.
+        # A backend may draw several tokens at once (gpu/steps.py). The plain one calls
+        # `run_rounds`, below.
         drawn = self.target.ops.run_rounds(self, scheduled, features)
         new_tokens = {}
         for item, (tokens, records) in zip(rounds, drawn):
@@ -268,13 +272,14 @@ class ModelRunner:
             item.request.logprobs += records[: len(new)]
             new_tokens[item.request] = new
         self.drafter.learn(scheduled, features)
-        for item in scheduled:
+        for item in scheduled:  # keep the accepted tokens, and drop rejected drafts
             self.cache.commit(item.request.seq, item.request.tokens)
         return new_tokens
 
     @contextmanager
     def _timed(self, scheduled: Sequence[ScheduledRequest]) -> Iterator[None]:
-        """Choose γ of the next step, from the time of the step in this block and its drafts."""
+        """Choose γ for the next step, from the drafts and the time of the step that runs in this
+        block."""
         rounds = [item for item in scheduled if item.samples]
         if not rounds or not self.has_drafter:
             yield
@@ -284,9 +289,9 @@ class ModelRunner:
         start = time.perf_counter()
         yield
         seconds = time.perf_counter() - start  # the step has waited for the device
-        if len(live_graphs) > num_graphs:  # it recorded what later ones replay
+        if len(live_graphs) > num_graphs:  # it was slow: it recorded a CUDA graph
             is_typical = False
-        # All processes must choose the same.
+        # All processes must choose the same γ.
         nanoseconds, is_typical = self.target.group.agree([int(1e9 * seconds), is_typical])
         if is_typical:
             self.auto_gamma.observe([item.num_drafts for item in rounds], 1e-9 * nanoseconds)
@@ -326,7 +331,7 @@ class ModelRunner:
         unmasked = logits
         if asks and round.masks is not None:  # masks are applied in place
             unmasked = logits.clone()
-        p = self._probabilities(rounds, round, logits)
+        p = self._probabilities(rounds, round, logits, proposal.tokens)
         if has_drafts:
             round_tokens = self._verify(round, p, proposal)
         else:
@@ -363,9 +368,9 @@ class ModelRunner:
         """Run the target's pass, which fills `features` -> its logits [R, ≥ V], in the order of
         `with_rows`.
 
-        Only the device has the drafted token ids. So the host writes a 0 in place of each draft,
-        and the device fills them in. The last pending token of a round and each of its drafts give
-        logits.
+        The drafted token ids are on the device, and the host need not wait for them: it writes a 0
+        in place of each draft, and the device fills them in. The last pending token of a round and
+        each of its drafts give logits.
         """
         to_store = []  # (sequence, its tokens)
         for item in scheduled:
@@ -376,11 +381,11 @@ class ModelRunner:
         holes: list[int] = []  # where drafts belong in the pass
         drafts: list[int] = []  # their indices in the flattened proposal, [B · k]
         for b, item in enumerate(rounds):
-            logits_indices += item.tokens[item.num_tokens - 1 :]
-            holes += item.tokens[item.num_tokens :]
+            logits_indices += item.token_rows[item.num_tokens - 1 :]
+            holes += item.token_rows[item.num_tokens :]
             drafts += range(b * k, b * k + item.num_drafts)
         for item in scheduled:
-            logits_indices += item.tokens[: item.num_scores]
+            logits_indices += item.token_rows[: item.num_scores]
         device = self.target.device
         tokens = send([token for _, new in to_store for token in new], device)
         if holes:
@@ -393,7 +398,7 @@ class ModelRunner:
         return self.target(tokens, self.cache.extend(to_store), wanted, features)
 
     def _probabilities(
-        self, rounds: Sequence[ScheduledRequest], round: Round, logits: Tensor
+        self, rounds: Sequence[ScheduledRequest], round: Round, logits: Tensor, drafted: Tensor
     ) -> Tensor:
         """The logits of `_run_target` -> the target's distributions, float[B, k + 1, V]. Rows
         beyond a request's own drafts are zero."""
@@ -404,10 +409,10 @@ class ModelRunner:
             owners += [b] * count
             depths += range(count)
         # The rows of prompts, which come after those of rounds, are not sampled.
-        probs = round.probabilities(logits[: len(owners)], owners, depths)  # [·, V]
-        if min(counts) < round.width:
-            return pad_sequence(probs.split(counts), batch_first=True)
-        return probs.unflatten(0, (-1, round.width))
+        probs = round.probabilities(logits[: len(owners)], owners, depths, drafted)  # [·, V]
+        if min(counts) == round.width:  # all have k drafts: k + 1 rows
+            return probs.unflatten(0, (-1, round.width))
+        return pad_sequence(probs.split(counts), batch_first=True)
 
     def _drawn(self, item: ScheduledRequest, tokens: list[int], logits: Tensor) -> Drawn:
         """Add the tokens' log-probabilities, if they are asked for. For a draft or its correction,
@@ -415,7 +420,7 @@ class ModelRunner:
         num_top = item.request.settings.logprobs
         if num_top is None:
             return Drawn(tokens)
-        rows = logits[item.logits[: len(tokens)], : self.drawing.vocab_size]
+        rows = logits[item.logit_rows[: len(tokens)], : self.drawing.vocab_size]
         return Drawn(tokens, token_logprobs(rows, tokens, num_top))
 
     def _record_prompts(self, scheduled: Sequence[ScheduledRequest], logits: Tensor) -> None:
@@ -425,7 +430,7 @@ class ModelRunner:
                 request = item.request
                 start = item.start
                 stop = start + item.num_scores
-                rows = check_finite(logits[item.scores, : self.drawing.vocab_size])
+                rows = check_finite(logits[item.score_rows, : self.drawing.vocab_size])
                 following = request.tokens[start + 1 : stop + 1]
                 records = token_logprobs(rows, following, request.settings.prompt_logprobs)
                 # They may be there already: after a preemption, or from a sibling.
@@ -456,12 +461,13 @@ class ModelRunner:
         """Advance the grammar by a round's tokens. The grammar may end the output."""
         state = request.grammar_state
         if request.finish_reason == "stop" and new[-1] not in self.grammars.eos_token_ids:
-            state.settle(new[:-1])  # the last token is the client's own end, which is not shown
+            state.settle(new[:-1])  # a stop token of the request, which is not shown, ended it
             request.is_cut = not state.may_end
         else:
             state.settle(new)
-        if self.target.group.agree(state.has_failed):  # each process has a clock of its own
+        # Each process times its own masks, and one may have found them too slow.
+        if self.target.group.agree(state.has_failed):
             request.error = (
                 "its grammar allows no token of this model here, or takes too much work for a "
-                "mask: simplify the grammar"
+                "mask: simplify it"
             )

@@ -1,7 +1,16 @@
 """From logits to one probability vector, and the one place where randomness enters.
 
 `probabilities` turns logits into the distribution that tokens are drawn from, for the target, for
-drafts and for plain decoding. It applies these steps in order:
+drafts and for plain decoding. Before it, `penalize` changes the logits by the tokens that come
+before. A draft is such a token, too: each row of a verification has penalties of its own, for the
+text with the drafts before it. The steps, in order:
+
+    repetition    of a token in the prompt or the output: l / r if l > 0, else l · r (Keskar et al.
+                  2019)
+    presence      l − a, if the output has the token
+    frequency     l − b · n, if the output has it n times
+    logit bias    l + the token's own bias
+    min tokens    the least number for end-of-text, until the output has so many tokens
 
     temperature   softmax(logits / t); t = 0 is a one-hot at the largest logit
     top-k         keep the k most probable tokens
@@ -33,16 +42,17 @@ sort, and cpu/ sorts only the likely tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from copy import copy
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from errors import UserError
+from settings import PENALTIES
 
 Setting = float | int | Tensor | None  # one value for all rows, or one per row; None: no filter
 LOGPROB_ROWS = 32  # rows converted to float64 at a time, because a prompt has many
@@ -78,6 +88,41 @@ def probabilities(
         probs = torch.where(least > 0, kept, probs)
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     return probs.to(dtype).view(logits.shape)
+
+
+def penalize(
+    logits: Tensor,
+    tokens: Sequence[int],
+    num_prompt_tokens: int,
+    ends: Collection[int],
+    **penalties: Any,
+) -> Tensor:
+    """The logits of the token after these: float[..., V] -> the same shape, at least float32.
+
+    tokens: the prompt, the output, and perhaps drafts. ends: the tokens that end the text; one
+    beyond the vocabulary is never drawn. penalties: some of settings.PENALTIES, by name.
+    """
+    repetition, presence, frequency, biases, min_tokens = (PENALTIES | penalties).values()
+    V = logits.shape[-1]
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    device = logits.device
+    text = torch.tensor(tokens, dtype=torch.int64, device=device)
+    output = text[num_prompt_tokens:]
+    is_seen = torch.bincount(text, minlength=V) > 0  # bool[V]
+    count = torch.bincount(output, minlength=V)
+    count = count.to(logits.dtype)  # [V]
+    is_made = count.clamp(max=1)  # 0 or 1
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits = torch.where(is_seen, repeated, logits)
+    logits = logits - presence * is_made - frequency * count
+    for token, bias in biases.items():
+        logits[..., token] += bias
+    finite = torch.finfo(logits.dtype)
+    logits = logits.clamp(finite.min, finite.max)  # what was finite stays finite
+    if len(output) < min_tokens:
+        early = [end for end in ends if 0 <= end < V]
+        logits[..., early] = finite.min  # not −∞: a grammar may allow nothing else
+    return logits
 
 
 def soften(logits: Tensor, temperature: float | Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any, NamedTuple, NoReturn
 
 from errors import UserError, brief, check_names
@@ -116,6 +117,16 @@ def top_share(name: str, value: Any) -> float:
     return max(within(0, 1, words)(name, value), LEAST_TOP_P)
 
 
+def biases(name: str, value: Any) -> dict[int, float]:
+    """Numbers by tokens, as a dictionary, or in JSON, where a token is a string."""
+    number = within(-100, 100, "from -100 to 100")
+    try:
+        given = json.loads(value) if isinstance(value, str) else value
+        return {int(str(token)): number(name, bias) for token, bias in dict(given).items()}
+    except (TypeError, ValueError, RecursionError):
+        refuse_value(name, value, 'numbers from -100 to 100 by tokens, such as {"262": -5}')
+
+
 def num_drafts(name: str, value: Any) -> int | None:
     """auto becomes None, which means that gamma.py chooses."""
     if value == "auto":
@@ -128,7 +139,8 @@ def num_drafts(name: str, value: Any) -> int | None:
 
 def checked(default: Any, rule: Rule, help: str, **more: Any) -> Any:
     """A field. A default of None means unset, and is not checked. help: the help text of its flag.
-    more: a sampling setting has `neutral`, the value that has no effect."""
+    more: a sampling setting has `neutral`, or, if it depends on the tokens so far,
+    `no_penalty`: the value that has no effect."""
     return field(default=default, metadata=dict(rule=rule, help=help, **more))
 
 
@@ -177,6 +189,36 @@ class Settings(Checked):
         within(0, 1, "between 0 (keeps all) and 1"),
         "keep tokens with at least this share of the largest probability",
         neutral=0.0,
+    )
+    repetition_penalty: float | None = checked(
+        None,
+        within(0.01, 100, "from 0.01 to 100"),
+        "above 1: what the prompt or the output has becomes less likely (divides positive logits)",
+        no_penalty=1.0,
+    )
+    presence_penalty: float | None = checked(
+        None,
+        within(-100, 100, "from -100 to 100"),
+        "subtract this from the logits of tokens that the output has",
+        no_penalty=0.0,
+    )
+    frequency_penalty: float | None = checked(
+        None,
+        within(-100, 100, "from -100 to 100"),
+        "subtract this from the logit of a token, each time the output has it",
+        no_penalty=0.0,
+    )
+    logit_bias: dict[int, float] | None = checked(
+        None,
+        biases,
+        'numbers to add to the logits of tokens: {"262": -5}; -100 all but forbids one',
+        no_penalty={},
+    )
+    min_tokens: int | None = checked(
+        None,
+        within(0, math.inf, "of at least 0", int),
+        "no end-of-text before so many new tokens, unless a grammar allows nothing else",
+        no_penalty=0,
     )
     seed: int | None = checked(
         None,
@@ -240,6 +282,12 @@ class Settings(Checked):
     def grammars(self) -> list[Grammar]:
         texts = [(notation, getattr(self, notation)) for notation in NOTATIONS]
         return [Grammar(notation, text) for notation, text in texts if text is not None]
+
+    @cached_property
+    def penalties(self) -> dict[str, Any]:
+        """The settings of `sampling.penalize` that have an effect."""
+        values = {name: getattr(self, name) for name in PENALTIES}
+        return {name: x for name, x in values.items() if x not in (None, PENALTIES[name])}
 
     @property
     def follows(self) -> Grammar | None:
@@ -307,10 +355,13 @@ class Options(Checked):
             )
 
 
-# Each sampling setting -> the value that has no effect. None has no effect, either.
-SETTINGS: dict[str, float] = {
-    each.name: each.metadata["neutral"] for each in fields(Settings) if "neutral" in each.metadata
-}
+def values_without_effect(key: str) -> dict[str, Any]:
+    """Sampling settings -> the value that has no effect. None has no effect, either."""
+    return {each.name: each.metadata[key] for each in fields(Settings) if key in each.metadata}
+
+
+SETTINGS = values_without_effect("neutral")  # of `sampling.probabilities`
+PENALTIES = values_without_effect("no_penalty")  # of `sampling.penalize`
 
 
 def settings_of(given: Mapping[str, Any], defaults: Settings) -> Settings:
@@ -324,12 +375,12 @@ def settings_of(given: Mapping[str, Any], defaults: Settings) -> Settings:
 
 
 def check_in_vocabulary(tokens: Sequence[int], vocab_size: int) -> None:
-    """UserError if a token of the prompt is not in a vocabulary of this size."""
+    """UserError if a token of the prompt, or of logit_bias, is not in a vocabulary of this size."""
     for token in (min(tokens), max(tokens)):
         if not 0 <= token < vocab_size:
             raise UserError(
-                f"the prompt has token {token}, and the model has tokens 0 to {vocab_size - 1}: "
-                "change the prompt, or the chat template"
+                f"the prompt or logit_bias has token {token}, and the model has tokens 0 to "
+                f"{vocab_size - 1}: change the prompt, the chat template or logit_bias"
             )
 
 

@@ -75,7 +75,7 @@ from devices import send
 from grammar import Masks
 from kvcache import KVSpec
 from request import Request
-from sampling import TEXT, Keyed, Setting, draft_role
+from sampling import TEXT, Keyed, Setting, check_finite, draft_role, penalize
 from settings import SETTINGS
 
 if TYPE_CHECKING:
@@ -235,6 +235,9 @@ class Round:
         self.masks: Masks | None = None
         if any(request.grammar_state is not None for request in requests):
             self.masks = Masks(requests, self.width, self.vocab_size)
+        self.is_penalized = any(request.settings.penalties for request in requests)
+        # The host edits the logits after each draft, so it must see the drafts.
+        self.edits_logits = self.is_penalized or self.masks is not None
 
     @cached_property
     def keys(self) -> list[tuple[int, int, int]]:
@@ -305,13 +308,14 @@ class Round:
         j: int,
         logits: Tensor,
         rows: Sequence[int],
+        drafted: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Draft j of these requests -> q: float[R, V], and the picked tokens: int64[R].
 
-        logits: [R, ≥ V], a row for each request. If a request has a grammar, the host waits for
-        the GPU.
+        logits: [R, ≥ V], a row for each request. drafted: int64[B, k], the drafts before it. If a
+        request has a grammar or penalties, the host waits for the GPU.
         """
-        q = self.probabilities(logits, rows, depths=[j] * len(rows))
+        q = self.probabilities(logits, rows, [j] * len(rows), drafted)
         q = q.to(self.dtype)  # a draft's dtype may differ
         picked = self.draft_rng(j, rows).pick(q)
         if self.masks is not None:
@@ -328,11 +332,13 @@ class Round:
             return verify(p, q, drafted, rng)
         return self.ops.verify_block(verify_block, p, q, drafted, rng)
 
-    def probabilities(self, logits: Tensor, owners: Sequence[int], depths: Sequence[int]) -> Tensor:
+    def probabilities(
+        self, logits: Tensor, owners: Sequence[int], depths: Sequence[int], drafted: Tensor
+    ) -> Tensor:
         """The distributions to draw from: logits [R, ≥ V] -> float[R, V].
 
-        Row i belongs to request owners[i], after depths[i] of its drafts. Grammar masks overwrite
-        the logits.
+        Row i belongs to request owners[i], after depths[i] of its drafts: int64[B, k]. Grammar
+        masks overwrite the logits.
         """
         settings: dict[str, Setting] = {}
         for name, neutral in SETTINGS.items():
@@ -344,9 +350,25 @@ class Round:
             elif values[0] is not None:  # one number for all requests
                 settings[name] = values[0]
         logits = logits[:, : self.vocab_size]  # columns beyond the vocabulary are padding
+        if self.is_penalized:
+            logits = self.penalized(check_finite(logits), owners, depths, drafted)
         if self.masks is not None:
             logits = self.masks.apply(logits, owners, depths)
         return self.ops.probabilities(logits, self.masks is not None, **settings)
+
+    def penalized(
+        self, logits: Tensor, owners: Sequence[int], depths: Sequence[int], drafted: Tensor
+    ) -> Tensor:
+        """New logits [R, V], each row by its own text: the request's, and the drafts before it."""
+        # −1 stands for a draft whose logits were not finite: `check_tokens` raises later.
+        drafts = drafted.clamp(min=0).tolist()
+        rows = []
+        for row, b, depth in zip(logits, owners, depths):
+            request = self.requests[b]
+            text = request.tokens + drafts[b][:depth]
+            more = request.num_prompt_tokens, request.eos_token_ids
+            rows.append(penalize(row, text, *more, **request.settings.penalties))
+        return torch.stack(rows)
 
 
 def main() -> None:

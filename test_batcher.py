@@ -139,7 +139,22 @@ def test_auto_gamma_leaves_a_round_for_each_younger_request():
         new = batcher.step()
         assert new.keys() >= set(running)
         most = max(most, *(request.rounds[-1].num_drafts for request in new))
-    assert most == 8 and len(batcher.running) == 4
+    assert most == 4 and len(batcher.running) == 4
+
+
+def test_auto_gamma_leaves_budget_for_prompts():
+    """Two requests draft all that they may; a third reads its prompt, and a fourth is admitted."""
+    batcher = make_batcher(budget=12, drafter=LastToken())
+    batcher.runner.auto_gamma.choose = lambda *_: 8
+    running = [make_request(3, 40, i, gamma=None) for i in range(2)]
+    later = [make_request(20, 1, i, gamma=None) for i in (2, 3)]
+    add_all(batcher, [*running, *later])
+    for _ in range(12):
+        batcher.step()
+    assert all(request.finish_reason for request in later)
+    assert not any(request.finish_reason for request in running)
+    for request in running:
+        assert max(stats.num_drafts for stats in request.rounds) > 3
 
 
 def test_decoding_goes_on_while_a_long_prompt_is_read():

@@ -23,7 +23,8 @@ from museum import planted
 from paged import PagedCache
 from proof import Toy, Walk, distance, enumerate_distribution
 from runner import ModelRunner
-from settings import SETTINGS
+from sampling import penalize
+from settings import PENALTIES, SETTINGS
 from speculative import (
     Drawing,
     Proposal,
@@ -40,6 +41,7 @@ from testing.toys import (
     DRAFT,
     END,
     KINDS,
+    REPEATS,
     RULED,
     TARGET,
     FourTokens,
@@ -178,7 +180,7 @@ def test_the_number_of_drafts_may_follow_what_is_known_before_a_draw(rule, by_to
 
 
 def test_every_setting_has_a_kind():
-    assert SETTINGS.keys() == {name for kind in KINDS for name in kind.settings}
+    assert SETTINGS.keys() | PENALTIES.keys() == {name for kind in KINDS for name in kind.settings}
 
 
 def check_ruled(kinds: list[Kind], **how) -> None:
@@ -219,7 +221,8 @@ def test_preempted_outputs_follow_it(draft):
         list(Batcher(runner, max(2, len(requests))).run(requests))
         num_preemptions.extend(request.num_preemptions for request in requests)
 
-    kinds = [Kind((1,), 2, 4, (1,)), Kind((0, 2), 1, 4, (0,)), Kind((2, 1), 3, 3, (1,))]
+    penalties = dict(repetition_penalty=1.5, frequency_penalty=0.5)
+    kinds = [Kind((1,), 2, 4, (1,)), Kind((0, 2), 1, 4, (0,)), Kind((2, 1), 3, 3, (1,), penalties)]
     distributions = distributions_of(kinds, small_runner, serve, width=64, draft=draft)
     for kind, distribution in zip(kinds, distributions, strict=True):
         assert distance(distribution, kind.distribution()) < 1e-12
@@ -277,7 +280,7 @@ def test_outputs_follow_any_target_with_any_draft(target, draft, gamma, ends):
 @given(
     st.from_regex(r"\A([ab][*?+]?|\([ab]\|[ab]{2}\)[*?]?){1,3}\Z"),
     st.integers(1, 3),
-    st.sampled_from([{}, dict(top_k=2), dict(top_p=0.5), dict(temperature=0.3, min_p=0.2)]),
+    st.sampled_from([{}, dict(top_k=2), REPEATS, dict(temperature=0.3, min_p=0.2)]),
 )
 def test_outputs_follow_any_regex(regex, gamma, more):
     kind = Kind((2,), gamma, 3, ends=(END,), settings=dict(regex=regex, **more))
@@ -388,11 +391,11 @@ AS_BLOCK = {
     ),
 }
 STEPS = {
-    "one token short": (Cache.commit, "len(tokens) - 1)", "len(tokens) - 2)"),
-    "a rejected draft stays": (Cache.commit, "len(tokens) - 1)", "len(tokens))"),
+    "one token short": (Cache.commit, "len(text) - 1)", "len(text) - 2)"),
+    "a rejected draft stays": (Cache.commit, "len(text) - 1)", "len(text))"),
     "only the draft is filtered (vllm-project/vllm#10198)": (
         ModelRunner._probabilities,
-        "round.probabilities(logits[: len(owners)], owners, depths)",
+        "round.probabilities(logits[: len(owners)], owners, depths, drafted)",
         "logits[: len(owners)].softmax(-1)",
     ),
     "greedy unless a temperature is set (NVIDIA/TensorRT-LLM#19390)": (
@@ -400,6 +403,34 @@ STEPS = {
         "**settings)",
         "**{'temperature': 1e-5, **settings})",
     ),
+}
+TEXT = "request.tokens + drafts[b][:depth]"
+PENALIZED = {
+    "all rows count as the first (sgl-project/sglang#28242)": (
+        Round.penalized,
+        TEXT,
+        "request.tokens",
+    ),
+    "each row counts all drafts": (Round.penalized, TEXT, "request.tokens + drafts[b]"),
+    "of accepted tokens the last counts (sgl-project/sglang#33643)": (
+        Round.penalized,
+        TEXT,
+        f"request.tokens[:1] + ({TEXT})[1:][-1:]",
+    ),
+    "penalties are ignored (vllm-project/vllm#18902)": (
+        Round.probabilities,
+        "self.penalized(logits, owners, depths, drafted)",
+        "logits",
+    ),
+    "only drafts are penalized": (
+        Round.penalized,
+        "request.settings.penalties",
+        "request.settings.penalties if len({*owners}) == len(owners) else {}",
+    ),
+    "the prompt counts": (penalize, "text[num_prompt_tokens:]", "text"),
+    "the prompt does not": (penalize, "bincount(text", "bincount(output"),
+    "negative logits are divided": (penalize, "logits * repetition", "logits / repetition"),
+    "the end may come a token early": (penalize, "(output) <", "(output) + 1 <"),
 }
 APPLIED = "return forbid(logits, masked, self.bits[masks])"
 MASKED = "logits = self.masks.apply(logits, owners, depths)"
@@ -466,6 +497,11 @@ def test_enumeration_catches_every_planted_verify(by_token):
 
 def test_enumeration_catches_steps_that_are_wrong():
     check_caught(STEPS, [Kind((0,), 1, 3), Kind((0,), 1, 3, settings=dict(top_p=0.6))])
+
+
+def test_enumeration_catches_penalties_that_are_wrong():
+    penalties = dict(presence_penalty=0.7, frequency_penalty=0.5, min_tokens=2)
+    check_caught(PENALIZED, [Kind((0,), 2, 4, (2,), dict(repetition_penalty=1.5, **penalties))])
 
 
 @needs_llguidance

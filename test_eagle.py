@@ -326,7 +326,7 @@ def test_heads_that_do_not_fit_are_refused_before_anything_is_made(tmp_path, pai
         (tensors | {"d2t": -torch.arange(len(offsets))}, "d2t"),
         (tensors | {"d2t": offsets - (offsets == 0).long()}, "d2t"),  # token 0 becomes −1
         (tensors | {"d2t": offsets.int()}, "d2t"),
-        (tensors | {"layers.1.mlp.weight": offsets.clone()}, "no place"),
+        (tensors | {"layers.1.mlp.weight": offsets.clone()}, "does not belong to the model"),
         ({name: x for name, x in tensors.items() if name != "fc.weight"}, "fc.weight"),
         ({name: x for name, x in tensors.items() if name != "d2t"}, "d2t"),
     ]

@@ -74,7 +74,6 @@ def test_text_of_the_plain_loop_is_the_engines(model, draft, base, monkeypatch, 
     monkeypatch.setattr(model.llama.ops, "step_budget", 8)
     ways = [
         dict(kv="contiguous"),
-        dict(use_cache=False),
         dict(draft=draft, verify="coupled", gamma=3),
         dict(draft=draft, verify="coupled"),
         dict(draft=base, draft_bits=4, verify="coupled", gamma=3),
@@ -83,16 +82,22 @@ def test_text_of_the_plain_loop_is_the_engines(model, draft, base, monkeypatch, 
     ]
     texts = set()
     filters = dict(top_k=30, top_p=0.95, min_p=0.01)
-    for temperature, seed, others in ((0.0, 7, {}), (1.0, 7, filters), (1.0, 8, {})):
+    bias = dict(logit_bias={44: 2.0}, presence_penalty=0.5, frequency_penalty=0.2, min_tokens=9)
+    penalties = dict(repetition_penalty=1.2, **bias)
+    asked = ((0.0, 7, {}), (1.0, 7, filters), (1.0, 8, penalties), (0.0, 7, penalties))
+    for temperature, seed, others in asked:
         settings = dict(temperature=temperature, seed=seed, max_tokens=20, **others)
-        text = plain_text(model, **settings)
+        if others is penalties:  # the plain loop has none
+            text = generate(PROMPT, model, **settings).text
+        else:
+            text = plain_text(model, **settings)
+            assert generate(PROMPT, model, **settings, use_cache=False).text == text
         texts.add(text)
         for way in ways:
             assert generate(PROMPT, model, **settings, **way).text == text, way
         exact = generate(PROMPT, model, draft=draft, gamma=4, **settings)
         assert (exact.text == text) == (temperature == 0)
-    assert len(texts) == 3 and exact.text not in texts  # the same distribution, another text
-    assert exact.speculation.acceptance > 0.3
+    assert len(texts) == 4
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -427,7 +432,7 @@ def test_a_draft_with_fewer_rows_than_its_target_is_refused(base, tmp_path):
 
 def test_a_draft_on_another_device_is_refused(model):
     elsewhere = Model(Llama(model.llama.config, "meta", seed=None), model.tokenizer)
-    with pytest.raises(UserError, match="the draft is on meta, and the target on cpu"):
+    with pytest.raises(UserError, match="the draft is on meta, and the target is on cpu"):
         generate(PROMPT, model, draft=elsewhere)
 
 
@@ -464,7 +469,7 @@ def test_what_is_loaded_is_not_loaded_otherwise(model, draft):
         dict(draft_bits=4, draft=Draft(lambda cache: LastToken())),
     ):
         name = [*how][0]
-        with pytest.raises(UserError, match=f"{name}.* {how[name]!r}.* loaded .*leave .*{name}"):
+        with pytest.raises(UserError, match=f"{name}.* {how[name]!r}.* loaded.*leave .*{name}"):
             generate(PROMPT, model, **how)
     assert generate("a", model, draft="self", draft_bits=4, max_tokens=1).tokens
 
@@ -614,10 +619,10 @@ def test_what_does_not_go_together_is_refused_before_memory_is_asked_for(model):
         (dict(max_len=50.5), "max_len is 50.5: it must be a whole number"),
         (dict(kv_memory=True), "kv_memory is True: it must be a share of free memory, or bytes"),
         (dict(kv_bits=5), "kv_bits is 5"),
-        (dict(kv_memory=float("inf")), "is inf bytes, and"),
-        (dict(kv_memory=1e308), r"1e\+308 bytes, and .* are free"),
+        (dict(kv_memory=float("inf")), "need inf bytes of memory, and"),
+        (dict(kv_memory=1e308), r"1e\+308 bytes of memory, and .* are free"),
         (dict(kv_memory=float("nan")), "kv_memory is nan: it must be a share of"),
-        (dict(kv="contiguous", max_batch=10**12), "for keys and values is .* smaller --max-batch"),
+        (dict(kv="contiguous", max_batch=10**12), "keys and values need .* smaller --max-batch"),
     ):
         with pytest.raises(UserError, match=says):
             Engine(model, None, Options(**dict(max_len=50, max_batch=1) | wrong), tokens=100)
@@ -625,7 +630,7 @@ def test_what_does_not_go_together_is_refused_before_memory_is_asked_for(model):
 
 def test_what_is_for_loading_is_refused_where_the_target_is_loaded(model):
     for name, value in dict(device="cpu", dtype=torch.float64, bits=8).items():
-        with pytest.raises(UserError, match="the target is loaded already"):
+        with pytest.raises(UserError, match="the target is already loaded"):
             page.generate("a", model, **{name: value})
 
 
@@ -703,7 +708,7 @@ def test_a_model_may_lack_tokens_beside_those_of_texts(tmp_path):
     message = dict(role="user", content="<|im_end|>")
     result = generate(messages=[message], target=model, max_tokens=40, temperature=9.0)
     assert max(result.tokens) < 258 == model.tokenizer.vocab_size
-    with pytest.raises(UserError, match="prompt has token 258, and the model has 258"):
+    with pytest.raises(UserError, match="has token 258, and the model has tokens 0 to 257"):
         generate(messages=[message, message], target=model)
 
 

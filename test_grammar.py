@@ -261,7 +261,7 @@ WRONG = [  # setting, value, what is told
     ("schema", "[" * 100_000, "must be a JSON object"),
     ("schema", json.loads('{"items": ' * 200 + "{}" + "}" * 200), "cannot be met"),
     ("grammar", "start: " + '("a"|"b") ' * 66_000, "at most 131,072 are compiled; shorten it"),
-    ("grammar", "start: %json " + "[" * 10_000, "%json in the grammar is no JSON"),
+    ("grammar", "start: %json " + "[" * 10_000, "%json in the grammar is not valid JSON"),
 ]
 WRONG += [
     (*json.loads(asked).popitem(), told)
@@ -289,7 +289,7 @@ WRONG += [
         {"grammar": "start: one"} → cannot be met: unknown name
         {"grammar": "start: \"a\" %"} → cannot be met: lexer error
         {"grammar": "root ::= \"a\""} → it must be in Lark, which has : for ::= (Expected
-        {"grammar": "start: %json {\"type"} → %json in the grammar is no JSON
+        {"grammar": "start: %json {\"type"} → %json in the grammar is not valid JSON
         {"grammar": "start: \"x\" <[3]>"} → names a control token
         {"grammar": "start: <|endoftext|>"} → names a control token
         {"grammar": "# \"\nstart: <[3]> # \""} → names a control token

@@ -257,7 +257,7 @@ def test_impossible_caches_are_refused():
     for dtype in (torch.int8, torch.bool):
         with pytest.raises(UserError, match=f"a cache of {dtype} is not supported: use float64"):
             KVCache(KVSpec(1, 1, 2, dtype=dtype), 3)
-    with pytest.raises(CacheFull, match="3 x 10{12} tokens needs 96000.0 GB, which cpu does not"):
+    with pytest.raises(CacheFull, match="3 x 10{12} tokens needs 96000.0 GB, and cpu does not"):
         KVCache(KVSpec(1, 1, 4), 10**12, 3)
     with pytest.raises(UserError, match="head_dim is 5: .* use 8 bits"):
         KVCache(KVSpec(1, 1, 5, bits=(8, 4)), 4)
@@ -429,5 +429,5 @@ def test_a_store_changes_its_slots_alone_and_reads_them(empty_kv, kind, heads, h
 def test_all_free_memory_may_be_asked_for_and_no_more(monkeypatch):
     monkeypatch.setattr("kvcache.free_memory", lambda device: 100)
     check_free(100, CPU)
-    with pytest.raises(UserError, match="101 bytes, and 100 are free"):
+    with pytest.raises(UserError, match="101 bytes of memory, and 100 are free"):
         check_free(101, CPU)

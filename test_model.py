@@ -92,7 +92,7 @@ def test_tokens_are_those_of_one_text(compiler):
         (text[:0], r"shape \[0\]"),
         (text.new_zeros(most + 1), f"from 1 to {most}"),
         (text.float(), "tokens are torch.float32"),
-        (text - 1, "has token -1, and the model has 4096"),
+        (text - 1, "has token -1, and the model has tokens 0 to 4095"),
         (text + 4090, "has token 4096"),
     ):
         with pytest.raises(UserError, match=says):

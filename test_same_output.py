@@ -52,6 +52,7 @@ def workloads(draw) -> dict:
             gamma=st.integers(0, 4),
             arrives=st.integers(0, 8),
             top_k=st.sampled_from([None, 5]),
+            penalty=st.sampled_from([None, None, 1.3]),
             cancelled=st.sampled_from([None, None, None, 3]),
             rule=st.integers(0, len(RULES) - 1),
         )
@@ -75,6 +76,7 @@ def workload(drafter: str, size: int, bits: Bits, **more) -> dict:
     """Four texts, two with the same beginning, in a pool of little more than one: some are
     preempted."""
     common = dict(temperature=1.0, gamma=3, top_k=None, cancelled=None, copies=1, told=1)
+    common |= dict(penalty=1.3)
     texts = []
     for i, (own, shared, count) in enumerate([(3, 0, 14), (0, 4, 14), (1, 4, 12), (2, 0, 10)]):
         texts.append(dict(common, own=own, shared=shared, count=count, arrives=i // 3, rule=i))
@@ -91,6 +93,8 @@ def make_requests(texts: list[dict], ruled: bool) -> list[tuple[Request, dict]]:
         chosen = Settings(
             text["temperature"],
             top_k=text["top_k"],
+            repetition_penalty=text["penalty"],
+            frequency_penalty=text["penalty"],
             seed=i,
             max_tokens=text["count"],
             gamma=text["gamma"],

@@ -18,9 +18,11 @@ from sampling import (
     check_finite,
     check_tokens,
     draft_role,
+    penalize,
     probabilities,
 )
 from settings import SETTINGS
+from testing.toys import penalized
 
 TIED = st.integers(-240, 240).map(lambda n: n / 8)
 NUMBER = {
@@ -129,6 +131,35 @@ def test_settings_of_a_row_do_not_touch_its_neighbours(rows):
     twice = {name: column[:, None].expand(-1, 2) for name, column in columns.items()}
     shaped = probabilities(logits[:, None].expand(-1, 2, -1), **twice)
     assert torch.equal(shaped, together[:, None].expand(-1, 2, -1))
+
+
+@given(
+    st.lists(st.floats(-30, 30, width=32), min_size=3, max_size=5),
+    st.lists(st.integers(0, 2), min_size=1, max_size=6),
+    st.integers(1, 6),
+    st.fixed_dictionaries(
+        {},
+        optional=dict(
+            repetition_penalty=st.sampled_from([1.0, 1.3, 0.5]),
+            presence_penalty=st.sampled_from([0.0, 0.7, -2.0]),
+            frequency_penalty=st.sampled_from([0.0, 0.3, -1.0]),
+            logit_bias=st.dictionaries(st.integers(0, 2), st.sampled_from([-100, 0.5])),
+            min_tokens=st.integers(0, 4),
+        ),
+    ),
+)
+def test_penalties_are_those_of_the_definition(logits, tokens, num_prompt_tokens, chosen):
+    """Also in bfloat16, of which float32 is made; ends beyond the vocabulary are never drawn."""
+    prompt, new = tokens[:num_prompt_tokens], tokens[num_prompt_tokens:]
+    for dtype, made in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
+        row = torch.tensor(logits, dtype=dtype)
+        given = row.clone()
+        changed = penalize(row, tokens, len(prompt), (1, -1, 99), **chosen)
+        wanted = penalized(row.tolist(), prompt, new, (1,), **chosen)
+        wanted = torch.tensor(wanted, dtype=torch.float64).clamp(-1e30)
+        assert changed.dtype == made and torch.equal(row, given)
+        torch.testing.assert_close(changed.double().clamp(-1e30), wanted)
+        assert chosen or torch.equal(changed, row.to(made))
 
 
 def test_top_k_keeps_exactly_k_and_ties_go_to_the_lower_index():

@@ -243,7 +243,8 @@ def test_round_passes_settings_by_name_and_leaves_out_those_of_nobody(monkeypatc
         requests = [Request([1], each) for each in chosen]
         round = Round(requests, [0] * len(requests), Drawing(3), target=Place(ops=Recorder()))
         each = range(len(requests))
-        round.probabilities(torch.zeros(len(requests), 3), each, depths=[0 for _ in each])
+        depths = [0 for _ in each]
+        round.probabilities(torch.zeros(len(requests), 3), each, depths, torch.zeros(len(each), 0))
 
     round_of(Settings(0.5), Settings(0.5))
     assert asked == {"temperature": 0.5}

@@ -116,7 +116,7 @@ class Tokenizer:
         templates = [load_template(path, config, name) for name in ("default", "tool_use")]
         return cls(load_vocabulary(path, config), *templates)
 
-    def of_model(self, num_rows: int) -> "Tokenizer":
+    def limited_to(self, num_rows: int) -> "Tokenizer":
         """This tokenizer for a model whose embedding has this many rows. Added tokens without a row
         (<pad>, say) are left out. UserError if an ordinary token has no row."""
         vocabulary = self._vocabulary

@@ -196,7 +196,7 @@ async def check_restarts(servers: dict[str, subprocess.Popen]) -> None:
     clients = [asyncio.ensure_future(client(address)) for address in CLIENTS]
     for host in HOSTS:
         await asyncio.sleep(1)
-        servers[host].terminate()  # open texts are finished, then it ends
+        servers[host].terminate()  # open requests are finished, then it ends
         await asyncio.to_thread(servers[host].communicate, timeout=60)
         await asyncio.sleep(1)
         servers[host] = await asyncio.to_thread(start_server, host)

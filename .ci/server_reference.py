@@ -271,8 +271,12 @@ content = likely.choices[0].logprobs.content
 assert "".join(entry.token for entry in content) == wanted
 assert all(entry.logprob == entry.top_logprobs[0].logprob for entry in content)
 
+loud = dict(presence_penalty=0.5, frequency_penalty=0.5, logit_bias={"44": -100})
+penalized = client.completions.create(prompt="Once upon a time", **loud, **greedy)
+assert penalized.choices[0].text != wanted and "," not in penalized.choices[0].text
 for error, fields in (
     (openai.BadRequestError, dict(temperature=-1)),
+    (openai.BadRequestError, dict(logit_bias={"5": -101})),
     (openai.BadRequestError, dict(messages=[{"role": "user", "content": "a " * 5000}])),
     (openai.BadRequestError, dict(tools=[{"type": "function", "function": {"name": "f"}}])),
     (openai.NotFoundError, dict(model="gpt")),

@@ -89,23 +89,29 @@ def embedded_models() -> None:
 
 @torch.inference_mode()
 def greedy_texts(folder: Path, model: Model, reference: torch.nn.Module) -> None:
-    """64 tokens on 8 questions, token for token."""
+    """64 tokens on 8 questions, token for token, with penalties and without."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for question in QUESTIONS:
         text = tokenizer.apply_chat_template(
             [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
         )
         prompt = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
-        theirs = reference.generate(
-            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=64, do_sample=False
-        )[0].tolist()
-        ours = generate(question, model, temperature=0, max_tokens=64)
-        if "France?" in question:
-            require("Paris" in ours.text, f"{question} {ours.text}")
-        require(
-            ours.prompt_tokens + ours.tokens == theirs,
-            f"{len(ours.tokens)} greedy tokens: {question}",
-        )
+        for penalty in (1.0, 1.1, 1.3):
+            theirs = reference.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=64,
+                do_sample=False,
+                repetition_penalty=penalty,
+            )[0].tolist()
+            asked = dict(temperature=0, max_tokens=64, repetition_penalty=penalty)
+            ours = generate(question, model, **asked)
+            if "France?" in question:
+                require("Paris" in ours.text, f"{question} {ours.text}")
+            require(
+                ours.prompt_tokens + ours.tokens == theirs,
+                f"{len(ours.tokens)} greedy tokens with repetition_penalty {penalty}: {question}",
+            )
 
 
 def decode_theirs(reference: torch.nn.Module, prompt: torch.Tensor, n: int) -> float:

@@ -4,7 +4,7 @@ Clients send what other servers understand. A field that changes the text there 
 here without a word. So a field is of one of four kinds:
 
     honoured   it is a field of a class on this page, and `app/openai.py` does what it asks
-    neutral    it has a value that asks for nothing, such as a penalty of 0: clients send all of
+    neutral    it has a value that asks for nothing, such as one beam: clients send all of
                their samplers, those that are switched off, too
     harmless   it changes no text: a label, a cache, or a detail of what is refused anyway
     refused    every other field, and every other value: an error names it
@@ -36,7 +36,7 @@ from pydantic_core import PydanticCustomError
 from app.asgi import HttpError
 from checkpoint.files import parse_json
 from errors import brief, nearest
-from settings import MAX_LOGPROBS, SETTINGS
+from settings import MAX_LOGPROBS, PENALTIES, SETTINGS
 
 FUNCTION_NAME = "[a-zA-Z0-9_-]{1,64}"  # OpenAI's rule
 MAX_BRACKETS = 2**17  # of lists and objects: while Python looks for garbage, no other thread runs
@@ -54,13 +54,13 @@ GROUPS: tuple[tuple[tuple[Any, ...], str], ...] = (
     (
         OFF,
         """
-        frequency_penalty presence_penalty no_repeat_ngram_size penalize_nl penalty_alpha
-        repetition_detection logit_bias bad_words banned_strings custom_token_bans
+        no_repeat_ngram_size penalize_nl penalty_alpha
+        repetition_detection bad_words banned_strings custom_token_bans
         allowed_token_ids logits_processors
         use_beam_search early_stopping top_a skew epsilon_cutoff eta_cutoff min_keep
         mirostat mirostat_mode dry_multiplier xtc_probability dynamic_temperature
         dynatemp_range smoothing_factor temperature_last watermarking
-        min_tokens min_new_tokens min_length ban_eos_token n_indent
+        min_new_tokens min_length ban_eos_token n_indent
         include_stop_str_in_output grammar grammar_string
         suffix echo continue_final_message chat_template_kwargs documents negative_prompt
         safe_prompt tools functions image_data lora priority store vllm_xargs
@@ -73,7 +73,7 @@ GROUPS: tuple[tuple[tuple[Any, ...], str], ...] = (
     (
         ON,
         """
-        repetition_penalty repeat_penalty rep_pen encoder_repetition_penalty length_penalty
+        repeat_penalty rep_pen encoder_repetition_penalty length_penalty
         do_sample best_of num_beams guidance_scale typical typical_p tfs tfs_z
         add_generation_prompt add_bos_token skip_special_tokens include_reasoning
         parse_tool_calls
@@ -102,7 +102,7 @@ HARMLESS = set(
     routed_experts_prompt_start
     mirostat_tau mirostat_eta dry_base dry_allowed_length dry_penalty_last_n
     dry_sequence_breakers xtc_threshold adaptive_decay dynatemp_low dynatemp_high
-    dynatemp_exponent smoothing_curve repeat_last_n rep_pen_range repetition_penalty_range
+    dynatemp_exponent smoothing_curve repeat_last_n rep_pen_range
     reasoning_budget_start_tag reasoning_budget_end_tag reasoning_budget_message
     reasoning_budget_arm_immediately
     cache_control prompt_cache_breakpoint include_obfuscation disable_fallback
@@ -270,7 +270,7 @@ class StreamOptions(Listed):
 class Body(Listed):
     """What both bodies have."""
 
-    others = (*SETTINGS, "seed")
+    others = (*SETTINGS, *PENALTIES, "seed")
     model: Any = None
     n: int = 1
     stop: Any = []
@@ -284,6 +284,7 @@ class Body(Listed):
     json_schema: Schema = Schema()
     structured_outputs: Outputs = Outputs()
     origins: bool = False
+    repetition_penalty_range: int = 0
 
     @field_validator("json_schema", mode="before")
     @classmethod

@@ -46,7 +46,8 @@ examples:
 
 GROUPS = {  # of flags -> the settings and options in it
     "models and drafts": "gamma verify",
-    "generation": "temperature top_k top_p min_p seed max_tokens stop special thinking use_cache",
+    "generation": "temperature top_k top_p min_p repetition_penalty presence_penalty "
+    "frequency_penalty logit_bias min_tokens seed max_tokens stop special thinking use_cache",
     "grammars (at most one)": "schema regex choice grammar",
     "batching, memory and hardware": "max_batch max_len kv kv_bits kv_memory prefix_caching",
     "output": "logprobs prompt_logprobs",
@@ -58,6 +59,7 @@ TAKEN = {  # the type of a setting -> how argparse takes its flag
     "float": dict(type=number_or_word),
     "int": dict(type=number_or_word),
     "str": {},
+    "dict": {},
     "tuple": dict(action="append"),
 }
 

@@ -309,11 +309,14 @@ def read_settings(body: ChatBody | TextBody, offer: Offer) -> Settings:
         chosen["top_k"] = 0
     if chosen.get("seed") == -1:  # a new one
         del chosen["seed"]
+    if body.repetition_penalty_range and chosen.get("repetition_penalty", 1) != 1:
+        message = "repetition_penalty_range is not supported: leave it out, or set it to 0 (all)"
+        raise bad("repetition_penalty_range", message)
     stops = body.stop if isinstance(body.stop, list) else [body.stop]
     if len(stops) > MAX_STOPS or sum(map(len, map(str, stops))) > MAX_STOP_CHARACTERS:
         raise bad(
             "stop",
-            f"stop may be at most {MAX_STOPS} texts, {MAX_STOP_CHARACTERS} characters together",
+            f"stop may be at most {MAX_STOPS} texts, of {MAX_STOP_CHARACTERS} characters together",
         )
     chosen["stop"] = body.stop
     chosen["max_tokens"] = offer.limit if body.is_chat else DEFAULT_MAX_TOKENS

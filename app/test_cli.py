@@ -141,8 +141,8 @@ def test_standard_input_and_the_chat_template(instruct, capsys, monkeypatch):
 
 
 def test_unsupported_settings_of_the_model_are_noted(tmp_path, capsys):
-    folder = write_model(tmp_path, generation={"repetition_penalty": 1.2, "num_beams": 1})
-    with pytest.warns(UserWarning, match="asks for repetition_penalty 1.2, which is not") as notes:
+    folder = write_model(tmp_path, generation={"length_penalty": 1.2, "num_beams": 1})
+    with pytest.warns(UserWarning, match="asks for length_penalty 1.2, which is not") as notes:
         run(capsys, PROMPT, "--target", folder, "--max-tokens", "1")
         generate(PROMPT, folder, max_tokens=1)
     told = [note for note in notes if "generation_config" in str(note.message)]
@@ -324,12 +324,13 @@ def test_results_go_to_a_file_and_what_was_there_stays_after_a_mistake(base, cap
 
 
 def test_lines_are_served_without_a_cache_too(base, capsys, tmp_path):
-    lines = [dict(prompt="a"), dict(prompt="b", logprobs=1)]
+    lines = [dict(prompt="a"), dict(prompt="b", logprobs=1), dict(prompt="c", min_tokens=1)]
     (tmp_path / "prompts").write_text("\n".join(map(json.dumps, lines)))
     flags = ("--no-cache", "--max-batch", "1", "--max-tokens", "2", "--target", base)
     status, out, err = run(capsys, "--prompts", tmp_path / "prompts", *flags)
     results = [json.loads(line) for line in out.splitlines()]
-    assert status == 1 and "logprobs need a cache" in results[0]["error"] and results[1]["tokens"]
+    assert status == 1 and "logprobs need a cache" in results[0]["error"] and results[2]["tokens"]
+    assert "min_tokens needs a cache" in results[1]["error"]
 
 
 def test_a_full_disk_is_told_with_the_name_of_the_file(base, capsys, tmp_path):

@@ -28,6 +28,7 @@ from errors import UserError
 from generate import generate
 from loading import Model
 from request import Settings
+from settings import PENALTIES, SETTINGS
 from testing.http import CHAT, COMPLETE, PROMPT, ask, read, run
 from testing.programs import told as table
 
@@ -222,7 +223,7 @@ def test_what_other_clients_add_to_a_message_is_read_as_the_message():
 LIMIT = 12  # tokens of a text
 ODD = [True, -1, 0, 1, 3.0, 2.5, 10**30, 1e300, "", "x", "\ud800", [], ["a"], [[1]], {}, {"a": 1}]
 CONSTRAINTS = {"response_format", "json_schema", "structured_outputs"}
-SAMPLING = {"temperature", "top_k", "top_p", "min_p"}
+SAMPLING = SETTINGS.keys() | PENALTIES.keys()
 
 
 class Case(NamedTuple):

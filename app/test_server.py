@@ -476,6 +476,27 @@ def test_what_is_wrong_is_told_and_serving_goes_on(capsys):
     assert "Traceback" not in capsys.readouterr().err
 
 
+def test_penalties_are_those_of_python():
+    """By OpenAI's names and vLLM's, with siblings: the text of `generate`."""
+    asked = dict(presence_penalty=0.5, frequency_penalty=1.5, repetition_penalty=1.3, min_tokens=8)
+    wanted = generate(PROMPT, "tiny", max_tokens=8, temperature=0, logit_bias={44: -100}, **asked)
+    plain = generate(PROMPT, "tiny", max_tokens=8, temperature=0)
+    asked |= dict(logit_bias={"44": -100}, max_tokens=8, temperature=0, n=2)
+
+    async def scenario(app):
+        answer = await post(app, COMPLETE, prompt=PROMPT, **asked)
+        assert [choice["text"] for choice in answer["choices"]] == 2 * [wanted.text]
+        assert wanted.text != plain.text and 44 in plain.tokens and 44 not in wanted.tokens
+        for wrong in ({"5": 101}, {"x": 1}, {"-1": 1}, {"99999": 1}, {"5.5": 1}, [1]):
+            status, error = await refused(app, COMPLETE, dict(prompt=PROMPT, logit_bias=wrong))
+            assert status == 400 and "logit_bias" in error["message"], wrong
+        ranged = dict(prompt=PROMPT, repetition_penalty=1.1, repetition_penalty_range=64)
+        status, error = await refused(app, COMPLETE, ranged)
+        assert (status, error["param"]) == (400, "repetition_penalty_range")
+
+    run(scenario)
+
+
 def test_other_paths_and_methods():
     async def scenario(app):
         for path in ("/v2", "/v1/other", "/v1/models/gpt", "/../app/page.html"):
@@ -1137,7 +1158,7 @@ def test_mistakes_are_one_line(capsys):
         --allow-origin http://a:* → --allow-origin is 'http://a:*'
         --allow-origin http://a:80 → --allow-origin is 'http://a:80'
         --allow-origin https://[::1]:443 → --allow-origin is 'https://[::1]:443'
-        --tensor-parallel 2 → a server is one process
+        --tensor-parallel 2 → a server runs in one process
         --api-key 'a{line}' → --api-key begins or ends with a space
         --host {byte} → cannot listen on
         --host no.such.host.invalid → cannot listen on no.such.host.invalid

@@ -3,8 +3,8 @@
 The file holds sampling settings, the tokens that end a text, and the switch `do_sample`. Without
 `do_sample` the makers recommend greedy decoding. A GGUF has the settings in its metadata
 (`general.sampling.temp`, …), and no switch: who writes them there wants to sample. A setting that
-changes the text and that this project does not have (a repetition penalty, beams) is never dropped
-in silence: `unsupported` names it, and the caller says so.
+changes the text and that this project does not have (beams, say) is never dropped in silence:
+`unsupported` names it, and the caller says so.
 
 Not covered: lengths (max_new_tokens), which are the user's; a top_k of 50 where the file names
 none, which is a default of transformers and no maker's.
@@ -23,7 +23,7 @@ from checkpoint.files import Json
 from checkpoint.gguf import GGUF
 from checkpoint.hub import is_gguf
 from errors import UserError, brief
-from settings import SETTINGS, Settings
+from settings import PENALTIES, SETTINGS, Settings
 
 if TYPE_CHECKING:
     from tokenizer import Tokenizer
@@ -84,12 +84,11 @@ class GenerationConfig:
 
     def complete(self, asked: Json) -> Json:
         """The settings that a user asked for, by name, and the recommended ones for the rest. Who
-        asks for any of them wants to sample, also without do_sample. UserError for a bad
-        recommendation."""
-        if not self.samples and not asked:
-            return {"temperature": 0.0}
+        asks for any of them but penalties wants to sample, also without do_sample. Penalties are
+        for greedy text, too. UserError for a bad recommendation."""
+        samples = self.samples or not asked.keys().isdisjoint(SETTINGS)
         recommended = {}
-        for name in SETTINGS:
+        for name in SETTINGS | PENALTIES if samples else PENALTIES:
             if self.data.get(name) is not None and name not in asked:
                 recommended[name] = self.data[name]
         try:
@@ -99,14 +98,14 @@ class GenerationConfig:
             raise UserError(
                 f"the model's {self.where}: {rule}; or give another value yourself"
             ) from None
-        return {"temperature": 1.0} | recommended | asked
+        return {"temperature": float(samples)} | recommended | asked
 
     def unsupported(self) -> list[str]:
         """The settings with an effect that this project lacks: "name value" of each. A setting that
         nobody knows counts as one."""
         unsupported = []
         for name, value in self.data.items():
-            is_known = name in SETTINGS or re.fullmatch(HARMLESS, name)
+            is_known = name in SETTINGS | PENALTIES or re.fullmatch(HARMLESS, name)
             is_neutral = not value or (value == 1 and re.fullmatch(NEUTRAL_AT_1, name))
             if not is_known and not is_neutral:
                 unsupported.append(f"{brief(name, 60)} {brief(value, 60)}")

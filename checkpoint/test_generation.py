@@ -19,6 +19,15 @@ def test_settings_follow_do_sample():
     assert sampled.complete({}) == {"temperature": 0.6, "top_p": 0.9}
     assert sampled.complete({"temperature": 0.1}) == {"temperature": 0.1, "top_p": 0.9}
     assert GenerationConfig({"do_sample": True}).complete({}) == {"temperature": 1.0}
+    penalty = {"repetition_penalty": 1.05}  # for greedy text, too, as in transformers
+    for data, asked, temperature in (
+        (penalty, {}, 0.0),
+        (penalty | {"top_p": 0.5}, {"presence_penalty": 1.0}, 0.0),
+        (penalty | {"do_sample": True}, {}, 1.0),
+        (penalty, {"temperature": 0.0}, 0.0),
+    ):
+        completed = GenerationConfig(data).complete(asked)
+        assert completed == {"temperature": temperature} | penalty | asked
 
 
 def test_a_bad_recommendation_is_refused_where_it_is_used():
@@ -30,7 +39,7 @@ def test_a_bad_recommendation_is_refused_where_it_is_used():
 
 def test_settings_without_effect_are_supported():
     config = GenerationConfig({"num_beams": 1, "top_k": 3, "repetition_penalty": 1.2})
-    assert config.unsupported() == ["repetition_penalty 1.2"]
+    assert config.unsupported() == []
     assert GenerationConfig({"num_beams": 4, "min_length": 0}).unsupported() == ["num_beams 4"]
     harmless = dict(_from_model_config=True, pad_token_id=7, max_length=20, use_cache=True)
     harmless |= dict(
@@ -75,8 +84,8 @@ def test_a_gguf_recommends_settings_in_its_metadata(tmp_path):
     assert config.unsupported() == []
     assert load(top_k=-1).complete({}) == {"temperature": 1.0, "top_k": 0}
     config = load(penalty_repeat=1.1, mirostat=2, sequence="kt")
-    assert config.complete({}) == {"temperature": 0.0}
-    assert config.unsupported() == ["repetition_penalty 1.1", "mirostat 2", "sequence kt"]
+    assert config.complete({}) == {"temperature": 0.0, "repetition_penalty": 1.1}
+    assert config.unsupported() == ["mirostat 2", "sequence kt"]
     neutral = dict(xtc_probability=0.0, mirostat=0)
     assert load(**neutral, penalty_repeat=1.0).unsupported() == []
     for wrong in ("hot", float("nan")):

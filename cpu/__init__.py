@@ -231,12 +231,12 @@ def is_one_call(metadata: AttentionMetadata) -> bool:
 
 def drafts_in_c(chain: Chain, round: Round) -> bool:
     """Whether drafts are one call: of a lone sequence with few unread tokens, rngs that C can
-    compute, distributions in float32, no grammar."""
+    compute, distributions in float32, no grammar or penalties."""
     if type(chain) not in (ModelChain, HeadChain) or len(round.num_drafts) != 1:
         return False
     if isinstance(chain, ModelChain) and len(chain.new[0]) > ONE_CALL:
         return False
-    if round.masks is not None or round.dtype != torch.float32:
+    if round.edits_logits or round.dtype != torch.float32:
         return False
     return native.cache_layout(chain.cache) is not None and isinstance(round.rngs, Keyed)
 

@@ -260,7 +260,8 @@ def test_texts_that_preempt_each_other_have_the_rows_that_they_have_alone(drafte
         assert compared["preemptions"] > 0
         has_drafts = drafter != "none"
         assert (compared["drafts"] > 0) == has_drafts
-        assert (compared["q"] > 0) == (has_drafts and not coupled)
+        has_q = has_drafts and not coupled and drafter != "ngram"  # look-ups are one-hot
+        assert (compared["q"] > 0) == has_q
         assert (compared["z"] > 0) == (drafter == "eagle")
 
 

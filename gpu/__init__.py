@@ -217,8 +217,8 @@ class GPU(MultiStep):
 
     def chain(self, chain: Chain, round: Round) -> Proposal:
         """The drafts of a model by one graph, unless a sequence has more than two unread tokens, or
-        a grammar, whose masks the host makes from draft to draft."""
-        if not self.records or type(chain) is not ModelChain or round.masks is not None:
+        a grammar or penalties, which the host applies from draft to draft."""
+        if not self.records or type(chain) is not ModelChain or round.edits_logits:
             return super().chain(chain, round)
         longest = max(len(tokens) for tokens in chain.new.values())
         if longest > 2 or not is_readable(chain.cache):

@@ -6,8 +6,8 @@ verification. The chain that makes them is one CUDA graph (graphs.py), with no h
 
 Invariant: the requests get the tokens of plain decoding, and the cache holds all but the last one.
 Cost: a request that ends within a step has computed up to n − 1 tokens in vain.
-Not covered: grammars and logprobs (the host makes masks, and needs logits); steps with a chunk of a
-prompt, in which the tokens of the other texts cost little.
+Not covered: grammars, penalties and logprobs (the host makes masks, and needs drafts and logits);
+steps with a chunk of a prompt, in which the tokens of the other texts cost little.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class MultiStep(Ops):
         if any(item.num_tokens > 1 or not item.samples for item in scheduled):
             return []
         settings = [item.request.settings for item in scheduled]
-        if any(one.follows is not None or one.logprobs is not None for one in settings):
+        if any(one.follows or one.logprobs is not None or one.penalties for one in settings):
             return []
         counts = [min(n, item.request.num_remaining) for item in scheduled]
         if max(counts) < n:  # fewer tokens would need a CUDA graph of their own

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -24,11 +24,12 @@ from proof import Distribution, Toy, Walk, WalkingRng, enumerate_distribution
 from request import Request, Settings
 from runner import ModelRunner
 from sampling import probabilities
+from settings import PENALTIES
 from speculative import Drawing, Proposal, Round
 
 
 class Cipher(Toy):
-    """A toy that histories every token as another one: from its cache other toys read another text.
+    """A toy that stores every token as another one: from its cache other toys read another text.
     As a drafter in the target's cache, it leaves the distribution right only if the target
     overwrites what it stored."""
 
@@ -47,7 +48,25 @@ class Place(NamedTuple):
 CPU = torch.device("cpu")
 TARGET = Toy(seed=1)
 DRAFT = Toy(seed=2)
-COPY = Cipher(seed=2)  # what it histories, no other toy can read
+COPY = Cipher(seed=2)  # what it stores, no other toy can read
+
+
+def penalized(
+    logits: Sequence[float], prompt: Sequence[int], new: Sequence[int], ends: Sequence[int], **asked
+) -> list[float]:
+    """The definition of penalties, token by token."""
+    chosen = {name: asked.get(name, neutral) for name, neutral in PENALTIES.items()}
+    changed = []
+    for token, logit in enumerate(logits):
+        if token in [*prompt, *new]:
+            factor = chosen["repetition_penalty"]
+            logit = logit / factor if logit > 0 else logit * factor
+        logit -= chosen["presence_penalty"] * (token in new)
+        logit -= chosen["frequency_penalty"] * list(new).count(token)
+        logit += chosen["logit_bias"].get(token, 0)
+        is_early = token in ends and len(new) < chosen["min_tokens"]
+        changed.append(-1e300 if is_early else logit)
+    return changed
 
 
 class Kind(NamedTuple):
@@ -57,7 +76,7 @@ class Kind(NamedTuple):
     gamma: int
     max_tokens: int
     ends: tuple[int, ...] = ()
-    settings: dict[str, float | str] = {}
+    settings: dict[str, Any] = {}
 
     def request(self, seed: int) -> Request:
         chosen = Settings(seed=seed, max_tokens=self.max_tokens, gamma=self.gamma, **self.settings)
@@ -74,6 +93,9 @@ class Kind(NamedTuple):
         else:
             logits = target(torch.tensor(tokens))[-1]
         chosen = dict(self.settings)
+        penalties = {name: chosen.pop(name) for name in PENALTIES.keys() & chosen}
+        changed = penalized(logits.tolist(), self.prompt, new, self.ends, **penalties)
+        logits = torch.tensor(changed, dtype=logits.dtype)
         if regex := chosen.pop("regex", None):
             logits = logits.masked_fill(~torch.tensor(allowed(regex, new)), -torch.inf)
         distribution = {}
@@ -231,7 +253,9 @@ KINDS = [  # γ from 0 to 3, ends and limits anywhere, and every setting
     Kind((0, 1), 2, 3, (), dict(top_k=2)),
     Kind((1, 2), 2, 3, (), dict(top_p=0.6)),
     Kind((2, 1), 2, 3, (), dict(min_p=0.5)),
+    Kind((0, 2), 2, 3, (0,), dict(repetition_penalty=0.6, logit_bias={1: 0.8, 0: -0.5})),
     Kind((1, 1), 3, 3, (), dict(temperature=0.7, top_k=2, top_p=0.9, min_p=0.05)),
+    Kind((2,), 3, 3, (1,), dict(presence_penalty=0.7, frequency_penalty=1.1, min_tokens=2)),
 ]
 
 
@@ -283,6 +307,7 @@ def grammars() -> Grammars:
     return Grammars(Letters(), {END})
 
 
+REPEATS = dict(repetition_penalty=1.5, frequency_penalty=0.9, logit_bias={2: 0.5})
 RULED = [  # γ from 0 to 3, ends within accepted drafts, every setting, and texts without a grammar
     Kind((2,), 3, 4, (END,), dict(regex="ab?a")),
     Kind((0, 2), 2, 4, (END,), dict(regex="a*b")),
@@ -298,4 +323,6 @@ RULED = [  # γ from 0 to 3, ends within accepted drafts, every setting, and tex
     Kind((2, 1), 2, 3, (END,), dict(regex="[ab]{2}", min_p=0.5)),
     Kind((1, 1), 3, 3, (END,), dict(regex="a+b", temperature=0.7, top_k=2, top_p=0.9, min_p=0.05)),
     Kind((1, 2), 2, 3, (END,), dict(top_k=2)),
+    Kind((1, 0), 3, 3, (END,), dict(regex="[ab]+", top_p=0.9, **REPEATS)),
+    Kind((0, 1), 2, 3, (END,), dict(regex="a?b*|aa", min_tokens=3)),
 ]

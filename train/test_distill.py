@@ -351,7 +351,7 @@ def test_bad_flags_are_one_line(
         --target nobody-has-this → neither a folder
         --from-scratch --data {stories} --vocab 200 → at least 256
         --from-scratch --data {stories} --vocab 270 --length 1024 → must be below 1024 positions
-        --from-scratch --data {stories} --vocab 270 --width 1 → head_dim 0 even, and above 0
+        --from-scratch --data {stories} --vocab 270 --width 1 → head_dim 0 even and above 0
         --from {base} --data {stories} --kv-heads 3 → divisor of 2
         --from {base} --data {stories} --target {other} --length 16 → share its target's vocabulary
         --steps 0 → --steps
