@@ -348,6 +348,7 @@ def refusal(error: ValidationError) -> HttpError:
     path = ""
     for part in first["loc"]:
         path += f"[{part}]" if isinstance(part, int) else f".{part}"
+    path = path.removesuffix(".dict[str,any]")  # which kind of arguments it is not
     match first["type"]:
         case "refused":
             path += f".{first['ctx']['name']}"

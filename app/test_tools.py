@@ -540,7 +540,7 @@ WRONG = [
         "tool_choice is not supported: leave it out, or give",
     ),
     (function() | dict(parallel_tool_calls=1), "parallel_tool_calls is 1"),
-    (past([1]), "messages[0].tool_calls[0].function.arguments."),
+    (past([1]), "messages[0].tool_calls[0].function.arguments is [1]: it must"),
     (
         dict(messages=[dict(role="assistant", tool_calls=[1])]),
         "messages[0].tool_calls[0] is 1: it must",
