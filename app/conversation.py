@@ -7,8 +7,8 @@ and pair calls and results by place:
     calls  add (c1), say (c2)     results  of c2, of c1     →     results  of c1, of c2
 
 So one pass over the whole conversation brings results into the order of their calls, and gives each
-result the name of its function. An id that no call has is refused. Calls without ids, or with one
-id for several, get their results in the order in which these come.
+result the name of its function. An id that no call has is refused. Where calls or results have no
+ids, or several calls have one, results come in the order of the calls.
 
 Some templates have one call in a message. For them an answer with several calls becomes several
 answers, each followed by its result. Everything else that a client says of a message (its speaker's
@@ -28,7 +28,8 @@ def read_conversation(messages: Sequence[ChatMessage], one_call: bool) -> list[M
     """The messages for the template. one_call: a message may have one call at most."""
     keyed = []  # turns with their places: message, call of this message, is it a result?
     last = 0  # the message before the results
-    waiting: dict[str, list[tuple[int, str]]] = {}  # id -> its calls: their places, their functions
+    # id -> its calls: their places, their functions; None -> all calls of the last answer
+    waiting: dict[str | None, list[tuple[int, str]]] = {}
     for n, message in enumerate(messages):
         turn = turn_of(f"messages[{n}]", message)
         if turn["role"] == "tool":
@@ -41,26 +42,28 @@ def read_conversation(messages: Sequence[ChatMessage], one_call: bool) -> list[M
         by_id = defaultdict(list)
         for place, call in enumerate(calls):
             by_id[call["id"]].append((place, call["function"]["name"]))
+            by_id[None].append((place, call["function"]["name"]))
             if one_call and place > 0:
                 part = {"role": "assistant", "content": "", "tool_calls": [call]}
                 keyed.append(((n, place, False), part))
-        waiting |= by_id
+        if calls:
+            waiting |= {"": []} | by_id
         if one_call and calls:
             turn["tool_calls"] = calls[:1]
     keyed.sort(key=lambda pair: pair[0])
     return [turn for _, turn in keyed]
 
 
-def bind(where: str, result: Message, waiting: dict[str, list[tuple[int, str]]]) -> int:
+def bind(where: str, result: Message, waiting: dict[str | None, list[tuple[int, str]]]) -> int:
     """The place of the call that this is the result of; the result gets the name of its function.
     waiting: calls by their ids; a call leaves it with its result, unless it is the only one."""
     id = result["tool_call_id"]
-    calls = waiting.get(id) or waiting.get("")  # the calls have no ids
-    if calls is None and id:
+    calls = waiting.get(id or None) or waiting.get("")  # the calls have no ids
+    if not calls and id:
         where = f"{where}.tool_call_id"
         message = f"{where} is {brief(repr(id), 100)}: no call before it has this id"
         raise HttpError(400, message, param=where)
-    if calls is None:
+    if not calls:
         return 0
     place, name = calls[0]
     if len(calls) > 1:

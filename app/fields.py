@@ -39,7 +39,7 @@ from errors import brief, nearest
 from settings import MAX_LOGPROBS, PENALTIES, SETTINGS
 
 FUNCTION_NAME = "[a-zA-Z0-9_-]{1,64}"  # OpenAI's rule
-MAX_BRACKETS = 2**18  # of lists and objects: while Python makes them, no other thread runs
+MAX_BRACKETS = 2**17  # of lists and objects: while Python looks for garbage, no other thread runs
 ALIASES = {
     "max_new_tokens": "max_tokens",
     "n_cmpl": "n",
@@ -348,6 +348,7 @@ def refusal(error: ValidationError) -> HttpError:
     path = ""
     for part in first["loc"]:
         path += f"[{part}]" if isinstance(part, int) else f".{part}"
+    path = path.removesuffix(".dict[str,any]")  # which kind of arguments it is not
     match first["type"]:
         case "refused":
             path += f".{first['ctx']['name']}"

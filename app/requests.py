@@ -62,6 +62,7 @@ def read_requests(
         try:
             line.fields = parse_object(text)
             check_fields(line.fields)
+            line.fields.setdefault("prompt", line.fields.get("messages"))
             own_system = line.fields.get("system")
             chat = use_template
             if line.fields.get("raw"):
@@ -69,7 +70,7 @@ def read_requests(
             elif line.fields.get("raw") is False and use_template is False:
                 chat = None  # it takes --raw back: the model's template, if it has one
             request = model.request(
-                line.fields.get("prompt", line.fields.get("messages")),
+                line.fields["prompt"],
                 settings_of(line.fields, defaults),
                 options,
                 system if own_system is None else own_system,

@@ -25,7 +25,7 @@ from model import Llama
 from request import Result, Speculation
 from runner import ModelRunner
 from sampling import TokenLogprob
-from testing.folders import write_model
+from testing.folders import CHATML, write_model
 from testing.heads import random_head
 from testing.models import SMALL
 from testing.programs import largest_file, program, told
@@ -274,6 +274,18 @@ def test_a_bad_line_keeps_its_id_and_the_others_are_served(base, capsys, tmp_pat
             assert result["finish_reason"] == "error" and f"line {2 * i + 1} is left out" in err
     assert len(results[0]["tokens"]) == 2 and "1 of 14, 13 left out: 2 tokens" in err
     assert "line 1: 2 tokens" in err
+
+
+def test_messages_of_a_line_are_its_prompt(capsys, tmp_path):
+    folder = write_model(tmp_path / "chat", CHATML)
+    said = [{"role": "user", "content": "Hi"}]
+    lines = [{name: said, "seed": 1} for name in ("prompt", "messages")]
+    (tmp_path / "prompts").write_text("\n".join(map(json.dumps, lines)))
+    flags = ("--prompts", tmp_path / "prompts", "--max-tokens", "2")
+    status, out, err = run(capsys, "--target", folder, *flags)
+    first, second = map(json.loads, out.splitlines())
+    assert status == 0 and first["prompt"] == second["prompt"] == said, err
+    assert first["prompt_tokens"] == second["prompt_tokens"]
 
 
 def test_results_go_to_a_file_and_what_was_there_stays_after_a_mistake(base, capsys, tmp_path):

@@ -205,6 +205,8 @@ def test_an_object_in_a_body_has_a_closed_list():
             read(True, offer(), **body)
     with pytest.raises(HttpError, match="^messages is not supported"):
         read(False, offer(), messages=[])
+    with pytest.raises(HttpError, match=r"^.{,200}$"):
+        read(True, offer(), chat_template_kwargs={"x" * 9999: "<"})
 
 
 def test_what_other_clients_add_to_a_message_is_read_as_the_message():

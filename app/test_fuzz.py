@@ -62,7 +62,7 @@ FLAGS = dict.fromkeys(NUMBER_FLAGS, NUMBERS) | {
 SWITCHES = "raw chat no-cache no-prefix-cache color json unknown help".split()
 FIELDS = (
     "temperature top_k top_p min_p seed max_tokens stop gamma schema regex choice grammar id "
-    "system raw chat prompt unknown"
+    "system raw chat prompt messages unknown"
 ).split()
 ODD = (  # JSON
     f"null true false NaN Infinity -Infinity 1e999 {10**400} {'9' * 4301} -1 0 1 2 3 0.5 2.0 1e2 "

@@ -430,7 +430,7 @@ BAD = told(
 LONG = [
     (b"\xff", "the body is not JSON"),
     (b"[" * 100_000, "the body is not JSON"),
-    (b"[" * 300_000, "the body has more than 262,144 lists and objects"),
+    (b"[" * 300_000, "the body has more than 131,072 lists and objects"),
     (dict(prompt=[1] * 300), "300 tokens, but prompt and answer have at most 300"),
     (dict(prompt=["a"] * 200), "200 prompts: at most 128"),
     (dict(prompt=["a"] * 100, n=2), "n is 2: it must be a whole number from 1 to 1"),

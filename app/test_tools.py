@@ -69,6 +69,7 @@ READ: list[tuple[str, str, Calls]] = [  # a text, its content, its calls
     (tag(SWAPPED) + "So", "So", READ_ADD),
     (tag('{"id": "x1", "name": "add", "arguments": {"a": 1}, "type": "function"}'), "", READ_ADD),
     (tag('{"name": "add", "arguments": "{\\"a\\": 1}"}'), "", READ_ADD),
+    (tag('{"arguments": {"a": "\\ud800é"}, "name": "add"}'), "", [("add", '{"a": "\ufffdé"}')]),
     (tag('{"name": "add", "arguments": null}'), "", [("add", "{}")]),
     (tag('{"name": "add"}'), "", [("add", "{}")]),
     (tag(f"[{ADD}, {ADD}]") + tag(ADD), "", READ_ADD * 3),
@@ -489,6 +490,9 @@ def test_results_are_bound_to_calls_by_their_ids(one_call):
         del call["id"]
     assert told(lacking, result("1"), result("2"))[1 :: 1 + one_call] == ["x of 1", "y of 2"]
     assert told(called("x"), result("", name="z"))[1:] == ["z of "]
+    assert told(called(*"xy"), result(""), result(""))[1 :: 1 + one_call] == ["x of ", "y of "]
+    with pytest.raises(HttpError, match="no call before"):  # those without ids are over
+        told(lacking, result("1"), called("x"), result("b"))
     for ids in ("ab", "b"):
         with pytest.raises(HttpError, match=r"^messages\[\d\].tool_call_id is 'b': no call before"):
             told(called("a"), *map(result, ids))
@@ -536,7 +540,7 @@ WRONG = [
         "tool_choice is not supported: leave it out, or give",
     ),
     (function() | dict(parallel_tool_calls=1), "parallel_tool_calls is 1"),
-    (past([1]), "messages[0].tool_calls[0].function.arguments."),
+    (past([1]), "messages[0].tool_calls[0].function.arguments is [1]: it must"),
     (
         dict(messages=[dict(role="assistant", tool_calls=[1])]),
         "messages[0].tool_calls[0] is 1: it must",

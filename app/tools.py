@@ -42,6 +42,7 @@ import regex  # it matches texts that break off amid a pattern; `re` does not
 
 from app.fields import FUNCTION_NAME, Function
 from automaton import read_schema
+from checkpoint.chat import replace_surrogates
 from errors import brief
 
 LEXEME = regex.compile(r'(?s)[^"{}\\]+|\\.|["{}]')  # of JSON, as far as its end depends on it
@@ -126,7 +127,8 @@ def calls_in(text: str, names: Collection[str]) -> list[tuple[str, str]]:
                 arguments = json.loads(arguments)
             if call["name"] not in names or not isinstance(arguments, dict):
                 return []
-            calls.append((call["name"], json.dumps(arguments, ensure_ascii=False)))
+            text = replace_surrogates(json.dumps(arguments, ensure_ascii=False))
+            calls.append((call["name"], text))
         return calls
     return []
 
