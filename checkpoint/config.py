@@ -335,6 +335,7 @@ def parse_rope_scaling(rope: Json) -> Json | None:
     check_setting("rope_type", kind, *ROPE_NUMBERS)
     check_setting("partial_rotary_factor", rope.get("partial_rotary_factor", 1), 1, 1.0)
     if kind == "default":
+        check_setting("factor of rope_type 'default'", rope.get("factor", 1), 1, 1.0)
         return None
     scaling = {name: number(rope, name) for name in ROPE_NUMBERS[kind]}
     return scaling | {"rope_type": kind}
