@@ -208,7 +208,7 @@ REFUSED_JSON = told(
     {"rope_theta": -1.0, "rope_parameters": null} → rope_theta is -1.0
     {"rope_parameters": {"rope_theta": 1e-300}} → rope_theta is 1e-300
     {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}} → rope_type is 'yarn'
-    {"rope_scaling": {"factor": 4.0}, "rope_parameters": null} → factor of rope_type 'default' is 4.0
+    {"rope_scaling": {"factor": 4.0}, "rope_parameters": null} → factor of rope_type 'default'
     {"rope_scaling": {"type": "dynamic"}, "rope_parameters": null} → rope_type is 'dynamic'
     {"rope_parameters": {"rope_type": "linear"}} → factor is missing
     {"rope_parameters": {"rope_type": "linear", "factor": 1e-300}} → factor is 1e-300
