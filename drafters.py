@@ -27,7 +27,7 @@ chain in one call (`Ops.chain`). The runner (runner.py) calls:
       num_to_read, fits
     propose                     before the target's pass
     observe, learn              after the target's pass
-    close                       when the request has ended
+    close                       when the request has ended or is preempted
 
 Not covered: trees of drafts.
 Leviathan et al. 2023 (arXiv:2211.17192).

@@ -62,7 +62,7 @@ class EagleHead(HeadWeights):
     """`head(f, tokens, metadata)` -> z. `HeadWeights` (checkpoint/weights.py) makes the attributes:
     fc, hidden_norm, feature_norms, one layer, norm and head; feature_layers, whose inputs are the
     features; cache_layer, its own number in the target's cache; offsets, from its vocabulary to
-    the target's; target; and `eagle`, in which published heads differ."""
+    the target's; target; and `eagle`, the options in which published heads differ."""
 
     rope = Llama.rope  # which reads self.frequencies, here the head's own
 

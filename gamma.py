@@ -22,11 +22,11 @@ The cost is that of a whole round, the drafter's work included. It is measured b
   - α is a moving average over all requests. So a new request starts with the acceptance of earlier
     ones.
   - While drafts are not worth their cost, they are tried again after PATIENCE · cost plain rounds.
-    While they are, a plain round is run after PATIENCE rounds with drafts. So these tests take less
-    than 1 % of the time.
+    While they are worth it, a plain round is run after PATIENCE rounds with drafts. So these tests
+    take less than 1 % of the time.
 
-In a batch, the cost of k is that of a round in which each request has k drafts. So all requests
-with the same chances have the same k, and the price of one more draft is right for each of them.
+In a batch, the cost of k is that of a round whose requests have k drafts on average. So all
+requests with the same chances have the same k.
 
 k depends on past rounds, the clock and what is known before a draft is drawn, but never on the
 draws of its own round. So the distribution of outputs is unchanged, but the same seed may give a

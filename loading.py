@@ -209,7 +209,7 @@ class Draft(NamedTuple):
 NO_DRAFT = Draft(lambda cache: None)
 
 # What a caller may give as a draft: a kind of `DRAFTS`, the name of a model (an alias, a Hub id, a
-# folder or a GGUF), or what is loaded already.
+# folder or a GGUF), one of these after "ngram,", what is loaded already, or None.
 DraftName = str | Path | Model | Draft | None
 
 
@@ -278,7 +278,7 @@ def looks_up_first(draft: DraftName) -> bool:
 
 
 def names_model(draft: DraftName) -> bool:
-    """Whether this is the name of a draft model that is still to be loaded."""
+    """Whether this, without LOOK_UP, names a draft model that is still to be loaded."""
     is_kind = isinstance(draft, str) and draft in DRAFTS
     return not is_kind and not isinstance(draft, Model | Draft | None)
 

@@ -323,7 +323,8 @@ def test_a_row_is_filtered_and_picked_as_it_is_alone(choices, size, dtype, threa
 
     def drawn(some: list[Request], rows: Tensor) -> tuple[Tensor, Tensor]:
         round = Round(some, [0] * len(some), Drawing(size), target=Place(ops=CPU()))
-        p = round.probabilities(rows.clone(), range(len(some)), [0] * len(some))
+        drafted = round.no_drafts().tokens
+        p = round.probabilities(rows.clone(), range(len(some)), [0] * len(some), drafted)
         return p, round.text_rng().pick(p)
 
     torch.set_num_threads(threads)
