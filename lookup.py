@@ -44,6 +44,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from devices import send
 from drafters import Drafter
 from gamma import MAX_GAMMA
 from model import Features
@@ -235,11 +236,12 @@ class LookupDrafter(Drafter):
         return min(wanted, len(self.look_up(request).tokens))
 
     def propose(self, round: Round) -> Proposal:
-        proposal = round.no_drafts()
-        for b in round.drafting():
-            tokens = self.look_up(round.requests[b]).tokens[: round.num_drafts[b]]
-            proposal.tokens[b, : len(tokens)] = proposal.tokens.new_tensor(tokens)
-        return proposal
+        rows = []
+        for request, count in zip(round.requests, round.num_drafts):
+            tokens = self.look_up(request).tokens[:count] if count else []
+            padding = [-1] * (round.width - 1 - len(tokens))
+            rows.append(tokens + padding)
+        return Proposal(send(rows, round.device), None)
 
     def learn(self, scheduled: Sequence[ScheduledRequest], features: Features | None) -> None:
         for item in scheduled:
