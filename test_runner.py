@@ -113,6 +113,7 @@ def test_plans_change_nothing(drafts):
     runner = scripted_runner(script, script, draft_len=40, budget=10)
     if drafts == "ngram":
         runner.drafter = LookupDrafter()
+        runner.drawing = runner.drawing._replace(coupled=True)  # as with any look-up
     if drafts == "self":
         runner.drafter = SelfDrafter(runner.drafter.model, runner.cache)
     request = Request([1] * 23, Settings(1.0, seed=3, max_tokens=60))
