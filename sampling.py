@@ -10,7 +10,7 @@ text with the drafts before it. The steps, in order:
     presence      l − a, if the output has the token
     frequency     l − b · n, if the output has it n times
     logit bias    l + the token's own bias
-    min tokens    the least number for end-of-text, until the output has so many tokens
+    min tokens    the least number for end-of-text, until the output has min_tokens tokens
 
     temperature   softmax(logits / t); t = 0 is a one-hot at the largest logit
     top-k         keep the k most probable tokens

@@ -217,7 +217,7 @@ class Settings(Checked):
     min_tokens: int | None = checked(
         None,
         within(0, math.inf, "of at least 0", int),
-        "no end-of-text before so many new tokens, unless a grammar allows nothing else",
+        "no end-of-text before this many new tokens, unless a grammar allows nothing else",
         no_penalty=0,
     )
     seed: int | None = checked(

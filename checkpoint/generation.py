@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 # Settings that are no business of drawing tokens, or that do nothing without another.
 HARMLESS = (
     r"_.*|(bos|eos|pad|decoder_start)_token_id|(max|output|return|use)_.*|do_sample|early_stopping"
-    r"|num_return_sequences|.*(version|format|remote_code|cache|compile|assistant|lookup|lookbehind).*"
-    r"|prefill_.*|mirostat_.*|.*_(last_n|threshold)"
+    r"|num_return_sequences|.*(version|format|remote_code|cache|compile|assistant|lookup).*"
+    r"|.*lookbehind.*|prefill_.*|mirostat_.*|.*_(last_n|threshold)"
 )
 NEUTRAL_AT_1 = r".*(penalty|_p|_scale|beams|groups)"  # others: at 0, false or nothing
 MOST_TOLD = 20
@@ -104,10 +104,14 @@ class GenerationConfig:
         """The settings with an effect that this project lacks: "name value" of each. A setting that
         nobody knows counts as one."""
         unsupported = []
+        is_penalized = self.data.get("repetition_penalty", 1) not in (None, 1)
         for name, value in self.data.items():
             is_known = name in SETTINGS | PENALTIES or re.fullmatch(HARMLESS, name)
             is_neutral = not value or (value == 1 and re.fullmatch(NEUTRAL_AT_1, name))
-            if not is_known and not is_neutral:
+            # A repetition penalty here is over the whole text, which is −1 in a GGUF.
+            is_window = name == "penalty_last_n" and value != -1 and is_penalized
+            is_foreign = not is_known and not is_neutral
+            if is_window or is_foreign:
                 unsupported.append(f"{brief(name, 60)} {brief(value, 60)}")
         return unsupported[:MOST_TOLD]
 

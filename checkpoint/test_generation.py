@@ -88,6 +88,8 @@ def test_a_gguf_recommends_settings_in_its_metadata(tmp_path):
     assert config.unsupported() == ["mirostat 2", "sequence kt"]
     neutral = dict(xtc_probability=0.0, mirostat=0)
     assert load(**neutral, penalty_repeat=1.0).unsupported() == []
+    assert load(penalty_repeat=1.1, penalty_last_n=64).unsupported() == ["penalty_last_n 64"]
+    assert load(penalty_repeat=1.1, penalty_last_n=-1).unsupported() == []
     for wrong in ("hot", float("nan")):
         with pytest.raises(UserError, match="the model's metadata: temperature is .*yourself"):
             load(temp=wrong).complete({})

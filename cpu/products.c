@@ -52,8 +52,8 @@ static Stretch stretch_at(const Weight *w, long p, long k, long n) {
 }
 
 // x as the panels want it: K columns, of 4 or (whole) 2 bytes; `row` bytes from row to row. Or as
-// tiles.c wants it, with so many tile_rows, else 0: `tile` bytes from so many rows to the next, and
-// `next` from stretch to stretch.
+// tiles.c wants it, in tiles of tile_rows rows (otherwise 0): `tile` bytes from a tile to the next,
+// and `next` from stretch to stretch.
 typedef struct {
     const char *x;
     const Whole *whole;

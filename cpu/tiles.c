@@ -25,7 +25,7 @@
 // While it multiplies two panels, it fetches the next two, a few lines for each block, and y.
 
 // MOST_BLOCKS: of any stretch of whole numbers. LONG: columns that a sum of bfloat16 runs over.
-// FEW_WHOLE, FEW_REAL: up to so many rows cost less in vectors.
+// FEW_WHOLE, FEW_REAL: the most rows that cost less in vectors.
 enum { TILE_ROWS = 16, TILE_BYTES = 1024, MOST_BLOCKS = STRETCH / 64, LONG = 1024,
        FEW_WHOLE = 6, FEW_REAL = 2 };
 long has_tiles;                                     // native.py asks before the first product

@@ -219,7 +219,7 @@ def llama_cpp(gguf: str) -> Contestant:
 
     @cache
     def context(count: int) -> Any:
-        """For so many texts."""
+        """For `count` texts at once."""
         settings = lib.llama_context_default_params()
         settings.n_ctx = max(ROOM, 128 * count)
         settings.n_batch = ROOM

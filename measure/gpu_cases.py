@@ -176,7 +176,7 @@ def speculation_row(sizes: Sizes, target_way: str, draft_way: str, alpha: float)
 
 
 def serving_row(sizes: Sizes, n: int) -> Row:
-    """So many requests at once, with prompts and outputs of many lengths. Each turn has prompts of
+    """n requests at once, with prompts and outputs of many lengths. Each turn has prompts of
     its own, because the prefix cache would hold those of the turn before."""
     llama = random_model(sizes.target, "16 bits", sizes)
     lengths = log_spread(n, sizes.longest)
