@@ -98,7 +98,7 @@ class ThoughtReader:
         return thoughts, self._take(len(self._rest))
 
     def _take(self, size: int) -> str:
-        """So much of the rest, without white space behind a tag."""
+        """The first characters of the rest, without white space behind a tag."""
         taken = self._rest[:size]
         self._rest = self._rest[size:]
         if self._skips_space:
