@@ -273,6 +273,7 @@ def llama_cpp(gguf: str) -> Contestant:
                 logits = read(len(prompts), entries)
         return Made(tokens, times[0], times[-1])
 
+    make.quiet = quiet  # the library holds no reference to it, and calls it to the end
     logits = partial(begin, all_logits=True)
     name = f"llama.cpp {stored_width(gguf)}"
     return Contestant(name, make, lambda tokens: logits([tokens]))

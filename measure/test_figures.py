@@ -2,6 +2,7 @@
 
 import ctypes
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -356,6 +357,9 @@ def test_llama_cpp_reads_each_prompt_anew_with_all_threads(time, monkeypatch):
         def __getattr__(self, name):
             return lambda *arguments: arguments
 
+        def llama_log_set(self, callback, data):
+            self.callback = weakref.ref(callback)  # C holds no reference to it
+
         def llama_vocab_n_tokens(self, vocab):
             return 50
 
@@ -364,6 +368,7 @@ def test_llama_cpp_reads_each_prompt_anew_with_all_threads(time, monkeypatch):
 
         def llama_init_from_model(self, model, settings):
             assert settings.n_threads == settings.n_threads_batch == 7
+            assert self.callback() is not None
             return SimpleNamespace(known={text: [] for text in range(settings.n_seq_max)})
 
         def llama_get_memory(self, context):
