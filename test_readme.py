@@ -51,8 +51,6 @@ def test_tables_and_pictures_are_those_of_the_results():
         stored = (ROOT / "results" / f"{name}.svg").read_text(encoding="utf-8")
         assert stored == picture, "bench.py --readme"
         assert f"results/{name}.svg" in README + TOUR
-    files = {f"results/{path.name}" for path in (ROOT / "results").glob("*.json")}
-    assert files == set(named)
 
 
 def test_the_table_of_bounds_is_that_of_the_code():
@@ -94,6 +92,17 @@ def test_the_table_of_bounds_is_that_of_the_code():
         [sandbox.SECONDS, sandbox.LONGEST],
         [server.MAX_WATCHERS],
     ]
+
+
+def test_the_replay_is_the_page_with_a_session_that_shows_everything():
+    """As .ci/replay.py writes it; .ci/page.py plays it in a browser."""
+    before, after = (ROOT / "app" / "page.html").read_text(encoding="utf-8").split(">null<")
+    replay = (ROOT / "docs" / "replay" / "index.html").read_text(encoding="utf-8")
+    assert replay.startswith(before) and replay.endswith(after), "run .ci/replay.py"
+    recording = replay[len(before) : -len(after)]
+    assert len(recording) < 200_000
+    for seen in 'waiting preempted accepted corrected bonus shared":[1-9] drafts":[1-9]'.split():
+        assert re.search(f'"{seen}', recording), seen
 
 
 # ---- Links and the map
