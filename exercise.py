@@ -196,7 +196,7 @@ def copy_project(folder: Path) -> None:
             "FOLDER after NAME"
         )
     made = (ROOT / ".gitignore").read_text().replace("/", "").split()
-    left_out = shutil.ignore_patterns(".*", "*.md", "docs", "results", *made)
+    left_out = shutil.ignore_patterns(".*", "*.md", "*.ipynb", "docs", "results", *made)
     shutil.copytree(ROOT, folder, ignore=left_out)
 
 
