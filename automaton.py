@@ -50,8 +50,7 @@ HEADER = '%llguidance {"no_forcing": true}\n'
 # The formats of strings in a schema that llguidance follows. It refuses others, so they are left
 # out: JSON Schema leaves formats to validators.
 FORMATS = "date-time time date duration email hostname ipv4 ipv6 uuid uri unknown".split()
-BY_NAME = {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}
-DATA = {"const", "enum", "default", "examples"}  # fields of a schema that hold no schemas
+DATA = {"const", "enum"}  # fields of a schema that hold no schemas
 # If white space were free, a small model might write nothing else.
 JSON_OPTIONS = {"x-guidance": {"whitespace_flexible": False}}
 
@@ -174,22 +173,18 @@ def lark_of(grammar: Grammar) -> str:
 
 def read_schema(text: str) -> dict[str, Any]:
     """A JSON schema without the formats that llguidance refuses."""
-    schema = json.loads(text)
-    parts = [schema]
-    while parts:
-        part = parts.pop()
+
+    def followed(part: Any) -> Any:
         if isinstance(part, list):
-            parts += part
+            return [followed(each) for each in part]
         if not isinstance(part, dict):
-            continue
+            return part
+        kept = {name: value if name in DATA else followed(value) for name, value in part.items()}
         if isinstance(part.get("format"), str) and part["format"] not in FORMATS:
-            del part["format"]
-        for name, value in part.items():
-            if name in BY_NAME and isinstance(value, dict):  # properties may be named "format"
-                parts += value.values()
-            elif name not in DATA:
-                parts.append(value)
-    return schema
+            del kept["format"]
+        return kept
+
+    return followed(json.loads(text))
 
 
 def explain(error: str, grammar: Grammar) -> str:

@@ -145,6 +145,7 @@ class Drafter:
 
     is_coupled = False  # True: verified in coupled mode, whatever was asked for
     shares_target_cache = False
+    sees_each_token = False  # True: it is called after each token, also while it drafts nothing
     feature_layers: tuple[int, ...] = ()  # layers of the target whose inputs `learn` gets
 
     def __init__(self) -> None:

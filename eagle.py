@@ -189,6 +189,8 @@ class HeadChain(Chain):
 class EagleDrafter(SelfDrafter):
     """A head in the target's cache. Between steps it keeps each request's last z."""
 
+    sees_each_token = True  # its features
+
     def __init__(self, head: EagleHead, cache: Cache):
         super().__init__(head, cache)
         self.feature_layers = head.feature_layers

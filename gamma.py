@@ -13,7 +13,8 @@ Leviathan et al. 2023 (3.3, where w = 1). A look-up knows more about each draft 
 The cost is that of a whole round, the drafter's work included. It is measured by these rules:
 
   - Real rounds are timed: PLAIN plain ones, then a few with TRIAL drafts, and then every round.
-    Steps that read a prompt or record a CUDA graph are not timed.
+    Steps that read a prompt or record a CUDA graph are not timed. A GPU may run several plain
+    rounds in one step; each counts with its share of the time.
   - The time of a round is the lower quartile of at least MEASURED rounds (with 2 or 3 rounds, the
     shortest). So a slow first round or an interruption does not distort it.
   - For other k, up to twice the largest one measured, the time is taken from a straight line fitted
@@ -23,7 +24,7 @@ The cost is that of a whole round, the drafter's work included. It is measured b
     ones.
   - While drafts are not worth their cost, they are tried again after PATIENCE · cost plain rounds.
     While they are worth it, a plain round is run after PATIENCE rounds with drafts. So these tests
-    take less than 1 % of the time.
+    take about 1 % of the time.
 
 In a batch, the cost of k is that of a round whose requests have k drafts on average. So all
 requests with the same chances have the same k.
@@ -144,8 +145,9 @@ class AutoGamma:
         retry_is_due = self.num_plain >= PATIENCE * costs[best - 1]
         return best if retry_is_due else 0
 
-    def observe(self, num_drafts: Sequence[int], seconds: float) -> None:
-        """Learn from a round: how many drafts each request had, and how long the round took."""
+    def observe(self, num_drafts: Sequence[int], seconds: float, num_rounds: int = 1) -> None:
+        """Learn from a round: how many drafts each request had, and how long the round took. Or
+        from several plain ones that ran together, with their mean time."""
         batch_size = len(num_drafts)
         gamma = math.ceil(sum(num_drafts) / batch_size)  # some requests may have had fewer
         self.seconds[batch_size.bit_length(), gamma].append(seconds)
@@ -153,10 +155,11 @@ class AutoGamma:
             self.num_plain = 0
             self.num_drafting += 1
         else:
-            self.num_plain += 1
+            self.num_plain += num_rounds
             self.num_drafting = 0
         is_trial = batch_size.bit_length() not in self.costs
-        if is_trial or (self.num_plain + self.num_drafting) % 8 == 0:  # one round changes little
+        is_eighth = (self.num_plain + self.num_drafting) % 8 < num_rounds
+        if is_trial or is_eighth:  # one round changes little
             measured = self.measured(batch_size)
             if 0 in measured and len(measured) > 1:
                 self.costs[batch_size.bit_length()] = self.costs_of(measured)

@@ -189,6 +189,7 @@ class LookupDrafter(Drafter):
     """Looks up drafts in a history. What a grammar forces comes first."""
 
     is_coupled = True
+    sees_each_token = True  # the next one may have a match
 
     def __init__(self, history: History | None = None):
         super().__init__()
@@ -268,6 +269,7 @@ class FirstLookUp(Drafter):
     """
 
     is_coupled = True  # the history decides who drafts, and must not change an output
+    sees_each_token = True
 
     def __init__(self, lookup: LookupDrafter, other: Drafter):
         super().__init__()

@@ -31,7 +31,7 @@ class RoundStats(NamedTuple):
     """The counts of a past round of one request (runner.py)."""
 
     num_drafts: int
-    num_accepted: int  # or, if a GPU drew several tokens without drafts, all of them but one
+    num_accepted: int
     batch_size: int = 1  # requests that shared the round
 
 

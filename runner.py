@@ -263,13 +263,14 @@ class ModelRunner:
         if self.drafter.feature_layers:
             T = scheduled[-1].token_rows.stop
             features = self.target.empty_features(self.drafter.feature_layers, T)
-        # A backend may draw several tokens at once (gpu/steps.py). The plain one calls
+        # A backend may run several plain rounds at once (gpu/steps.py). The plain one calls
         # `run_rounds`, below.
         drawn = self.target.ops.run_rounds(self, scheduled, features)
         new_tokens = {}
         for item, (tokens, records) in zip(rounds, drawn):
-            stats = RoundStats(item.num_drafts, len(tokens) - 1, len(rounds))
-            new = self._finish(item.request, tokens, stats)
+            num_rounds = 1 if item.num_drafts else len(tokens)
+            stats = RoundStats(item.num_drafts, len(tokens) - num_rounds, len(rounds))
+            new = self._finish(item.request, tokens, [stats] * num_rounds)
             item.request.logprobs += records[: len(new)]
             new_tokens[item.request] = new
         self.drafter.learn(scheduled, features)
@@ -286,6 +287,7 @@ class ModelRunner:
             yield
             return
         is_typical = self._is_typical(scheduled)
+        counts = [len(item.request.rounds) for item in rounds]
         num_graphs = len(live_graphs)
         start = time.perf_counter()
         yield
@@ -295,7 +297,9 @@ class ModelRunner:
         # All processes must choose the same γ.
         nanoseconds, is_typical = self.target.group.agree([int(1e9 * seconds), is_typical])
         if is_typical:
-            self.auto_gamma.observe([item.num_drafts for item in rounds], 1e-9 * nanoseconds)
+            num_drafts = [item.num_drafts for item in rounds]
+            num_rounds = max(len(item.request.rounds) - n for item, n in zip(rounds, counts))
+            self.auto_gamma.observe(num_drafts, 1e-9 * nanoseconds / num_rounds, num_rounds)
         for item in rounds:
             self.drafter.observe(item.request)
         self.batch_size = len(rounds)
@@ -437,14 +441,15 @@ class ModelRunner:
                 # They may be there already: after a preemption, or from a sibling.
                 request.prompt_logprobs[start:stop] = records
 
-    def _finish(self, request: Request, new: list[int], stats: RoundStats) -> list[int]:
-        """Append a round's tokens to the request, up to an end-of-text token. Return the new
-        tokens."""
+    def _finish(self, request: Request, new: list[int], rounds: list[RoundStats]) -> list[int]:
+        """Append the tokens of a round, or of several plain ones, to the request, up to an
+        end-of-text token. Return the new tokens."""
         del new[request.num_remaining :]  # if max_tokens is 0, a token was drawn anyway
         for i, token in enumerate(new):
             if token in request.eos_token_ids:
                 del new[i + 1 :]
                 break
+        stats = rounds[-1]
         if stats.num_drafts == 0:
             origins = ["plain"] * len(new)
         elif stats.num_accepted == stats.num_drafts:
@@ -453,7 +458,7 @@ class ModelRunner:
             origins = ["accepted"] * stats.num_accepted + ["corrected"]
         request.tokens += new
         request.origins += origins[: len(new)]
-        request.rounds.append(stats)
+        request.rounds += rounds
         if request.grammar_state is not None:
             self._settle_grammar(request, new)
         return new

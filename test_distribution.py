@@ -104,6 +104,31 @@ def test_outputs_of_several_tokens_a_step_follow_it(n):
         check(PLAIN, where="nothing")
 
 
+@pytest.mark.parametrize("where", ["own", "contiguous"])
+def test_outputs_of_several_plain_tokens_between_drafts_follow_it(where):
+    """γ auto is 0, or 2 where 3 divides the length of the text."""
+    steps = set()
+
+    def make_runner(n: int, make_rng) -> ModelRunner:
+        runner = toy_runner(n, where=where, make_rng=make_rng)
+        runner.drafter.chances = lambda request: [len(request.tokens)]
+        runner.auto_gamma.choose = lambda _, chances: 2 * (chances[0] % 3 == 0)
+        observe = runner.auto_gamma.observe
+
+        def noted(num_drafts: list[int], seconds: float, num_rounds: int) -> None:
+            steps.add((*num_drafts, num_rounds))
+            observe(num_drafts, seconds, num_rounds)
+
+        runner.auto_gamma.observe = noted
+        return runner
+
+    kinds = [Kind((0, 1), None, 4, (2,))]
+    with several_tokens(TARGET, 2):  # how many depends on other rows, so each is alone
+        (distribution,) = distributions_of(kinds, make_runner, width=1)
+    assert distance(distribution, kinds[0].distribution()) < 1e-12
+    assert {(0, 2), (0, 1), (2, 1)} <= steps
+
+
 def test_coupled_outputs_follow_it():
     """The target picks, whatever is drafted."""
     check(shorter(KINDS[1:10:2]), coupled=True)

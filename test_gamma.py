@@ -248,6 +248,18 @@ def test_a_try_is_as_rare_as_it_is_expensive():
     assert num_rounds == PATIENCE  # then a plain round
 
 
+def test_plain_rounds_that_run_together_are_counted_and_measured():
+    auto = Clocked()
+    for _ in range(MEASURED):
+        auto.round([0], [0], 1.0)
+        auto.round([TRIAL], [0], 3.0)
+    auto.round([0], [0], 1.0)
+    for _ in range(9):  # as many as are kept
+        auto.observe([0], 0.5, 4)
+    assert auto.num_plain == 1 + 9 * 4
+    assert auto.costs[1][TRIAL - 1] == 3.0 / 0.5
+
+
 def test_the_acceptance_is_a_share_whatever_a_round_has():
     """Also where a round has more drafts than the mean is over."""
     auto = Clocked()

@@ -177,6 +177,9 @@ def test_thinking_is_what_the_template_gets(tmp_path):
     for value in (True, False):
         told = generate("hello", chat, thinking=value, max_tokens=1).prompt_tokens
         assert told == plain + chat.tokenizer.encode(str(value))
+    deaf = Model.load(write_model(tmp_path / "deaf", template=CHATML), "cpu")
+    with pytest.raises(UserError, match="knows no enable_thinking"):
+        generate("hello", deaf, thinking=False, max_tokens=1)
 
 
 def test_messages_need_a_chat_template_and_stand_for_the_prompt(model, instruct):

@@ -7,7 +7,8 @@ verification. The chain that makes them is one CUDA graph (graphs.py), with no h
 Invariant: the requests get the tokens of plain decoding, and the cache holds all but the last one.
 Cost: a request that ends within a step has computed up to n − 1 tokens in vain.
 Not covered: grammars, penalties and logprobs (the host makes masks, and needs drafts and logits);
-steps with a chunk of a prompt, in which the tokens of the other texts cost little.
+look-ups and heads (they see each token); steps with a chunk of a prompt, in which the tokens of the
+other texts cost little.
 """
 
 from __future__ import annotations
@@ -50,9 +51,12 @@ class MultiStep(Ops):
     def _counts(self, runner: ModelRunner, scheduled: Sequence[ScheduledRequest]) -> list[int]:
         """How many tokens each request draws; [] if this step has one pass."""
         n = self.multi_step
-        if n == 1 or runner.has_drafter:
+        if n == 1 or runner.drafter.sees_each_token:
             return []
-        if any(item.num_tokens > 1 or not item.samples for item in scheduled):
+        if any(item.num_new_tokens > 1 or not item.samples for item in scheduled):
+            return []
+        # With a fixed γ, no cache and no other request may change where a request drafts.
+        if any(runner.round_size(item.request) > 1 for item in scheduled):
             return []
         settings = [item.request.settings for item in scheduled]
         if any(one.follows or one.logprobs is not None or one.penalties for one in settings):
