@@ -298,6 +298,18 @@ def test_peers(time, monkeypatch, tmp_path):
     assert rows["model, float32, transformers bfloat16"] == row | halves
 
 
+def test_a_batch_of_transformers_is_padded_on_the_left():
+    def generate(tokens, attention_mask, streamer, **options):
+        assert tokens.tolist() == [[1, 2, 3], [0, 0, 4]]
+        assert attention_mask.tolist() == [[1, 1, 1], [0, 0, 1]]
+        for _ in range(3):
+            streamer.put(None)
+        return torch.cat((tokens, tokens[:, -1:] + 1, tokens[:, -1:] + 2), 1)
+
+    model = SimpleNamespace(generate=generate, device="cpu")
+    assert contestants.transformers_text(model, [[1, 2, 3], [4]], 2).texts == [[4, 5], [5, 6]]
+
+
 def test_openvino_reads_each_prompt_anew_with_all_threads(time, monkeypatch):
     """A prompt's token takes a second, a new one two; its logits are of the number after it."""
     made = []
@@ -414,8 +426,9 @@ def test_llama_cpp_reads_each_prompt_anew_with_all_threads(time, monkeypatch):
 
 def test_the_combined_table(time, monkeypatch):
     """One request makes 2, 4 and 1 tokens a second in the turns of the first row, and 8 in those of
-    the second; then five requests make 4 a second."""
+    the second; then five requests make 4, 8 and 4 a second."""
     seconds = {"a": [4.0, 2.0, 8.0], "b": [1.0] * 3, "c": [2.0] * 3}
+    seconds |= {"d": [1.0] * 3, "e": [2.0] * 3}
     served = []
 
     def serve_row(row, model, lengths):
@@ -432,13 +445,14 @@ def test_the_combined_table(time, monkeypatch):
         )
 
     monkeypatch.setattr(pair, "ONE", (pair.Technique("a", {}), pair.Technique("b", {}, 8)))
-    monkeypatch.setattr(pair, "MANY", (pair.Technique("c", {}, 8),))
+    monkeypatch.setattr(pair, "MANY", tuple(pair.Technique(name, {}, 8) for name in "cde"))
     monkeypatch.setattr(pair, "serve_row", serve_row)
     rows = pair.stack(Sizes(num_requests=5))
     plain, small = (
         weight_bytes(Llama.load("tiny", "cpu", torch.float32, bits=bits)) for bits in (16, 8)
     )
-    assert served == [("a", plain, 1), ("b", small, 1)] * 3 + [("c", small, 5)] * 3
+    assert served[:6] == [("a", plain, 1), ("b", small, 1)] * 3
+    assert served[6:] == [(name, small, 5) for name in "cde"] * 3
     costs = dict(target="tiny", first_token=2.0, cache_bytes=20)
     first = costs | dict(name="a", tokens_per_second=2.0, weight_bytes=plain, texts=1)
     first |= dict(speed_up=1.0, gain=1.0, same_texts=2)
@@ -446,7 +460,8 @@ def test_the_combined_table(time, monkeypatch):
     second |= dict(speed_up=4.0, gain=4.0, same_texts=1)
     third = costs | dict(name="c", tokens_per_second=4.0, weight_bytes=small, texts=5)
     third |= dict(speed_up=1.0, gain=1.0, same_texts=2)
-    assert rows == {"tiny, a": first, "tiny, b": second, "tiny, c": third}
+    assert list(rows.values())[:3] == [first, second, third]
+    assert [row["gain"] for row in rows.values()] == [1.0, 4.0, 1.0, 2.0, 0.5]
 
 
 def test_the_outputs_of_a_request_are_counted(time, monkeypatch):
