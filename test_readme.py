@@ -29,7 +29,6 @@ for name in ("bench", "train.distill", "train.quantize", "cpu", "gpu"):
 if not (ROOT / "README.md").exists():
     pytest.skip("a copy of exercise.py has no documents", allow_module_level=True)
 import bench
-from measure import pictures
 from train import distill, quantize
 
 NAMES_OF_DOCUMENTS = (*bench.DOCUMENTS, "docs/server.md", "CONTRIBUTING.md")
@@ -50,7 +49,7 @@ def test_tables_and_pictures_are_those_of_the_results():
         assert bench.with_figures(text) == text, f"{name}: bench.py --readme"
     assert "<!-- memory of models -->" in EVERY
     named = re.findall(r"figures of (results/[\w.-]+)", EVERY)
-    for name, picture in pictures.draw_all(bench.load_results(named[0])).items():
+    for name, picture in bench.all_pictures(DOCUMENTS.values()).items():
         stored = (ROOT / "results" / f"{name}.svg").read_text(encoding="utf-8")
         assert stored == picture, "bench.py --readme"
         assert f"results/{name}.svg" in README + TOUR

@@ -87,18 +87,19 @@ class Table(NamedTuple):
 
 TABLES = {
     "stack": Table(
-        "Everything together: {texts} requests that arrive at once and begin alike, temperature 0, "
-        "float32",
+        "One technique added to the other, temperature 0: one request, then many that arrive at "
+        "once and begin alike",
         {
+            "model": "{target}",
+            "requests": "{texts}",
             "": "{name}",
             "tokens/s": "{tokens_per_second:.0f}",
             "time to first token": "{first_token:seconds}",
             "KV cache": "{cache_bytes:bytes}",
-            "of a text": "{text_bytes:bytes}",
             "weights": "{weight_bytes:bytes}",
             "times the row before": "{gain:ratio}",
             "times the first": "{speed_up:ratio}",
-            "same texts": "{same_texts} of {texts}",
+            "texts of the row before": "{same_texts} of {texts}",
         },
     ),
     "drafts": Table(
@@ -148,6 +149,16 @@ TABLES = {
             "vocabulary": "{vocab_size:,}",
             "share": "{share:.1%}",
             "first mask": "{first_mask:seconds}",
+        },
+    ),
+    "invariance": Table(
+        "The same request alone, among 4 and among 16, temperature 0",
+        {
+            "model": "{target}",
+            "program": "{program}",
+            "requests": "{requests}",
+            "with more than one output": "{varying}",
+            "outputs in all": "{outputs}",
         },
     ),
     "peers": Table(
@@ -207,6 +218,7 @@ SAME_WIDTH = [
     ("INT8", "OpenVINO int8"),
     ("INT4", "llama.cpp q4_0"),
     ("INT4, groups of 32", "llama.cpp q4_0"),
+    ("INT4, groups of 32", "llama.cpp q4_1"),
     ("INT4", "OpenVINO int4"),
     ("INT4, groups of 32", "OpenVINO int4"),
 ]
