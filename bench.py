@@ -191,7 +191,7 @@ def write_documents() -> None:
         write_file(Path("results", f"{name}.svg"), picture)
 
 
-def share(path: Path) -> None:
+def share_results(path: Path) -> None:
     """Make this machine's row of the table, and say what to send. UserError if it has none, or if
     its results name this host or a folder of the user's."""
     stored = load_results(path)
@@ -218,7 +218,7 @@ def run_bench(args: argparse.Namespace) -> int:
         write_documents()
         return 0
     if args.share:
-        share(results_file())
+        share_results(results_file())
         return 0
     if args.plan:
         write_sections([plan.plan_section(args)])
