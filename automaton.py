@@ -50,7 +50,8 @@ HEADER = '%llguidance {"no_forcing": true}\n'
 # The formats of strings in a schema that llguidance follows. It refuses others, so they are left
 # out: JSON Schema leaves formats to validators.
 FORMATS = "date-time time date duration email hostname ipv4 ipv6 uuid uri unknown".split()
-DATA = {"const", "enum"}  # fields of a schema that hold no schemas
+BY_NAME = {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}
+DATA = {"const", "enum", "default", "examples"}  # fields of a schema that hold no schemas
 # If white space were free, a small model might write nothing else.
 JSON_OPTIONS = {"x-guidance": {"whitespace_flexible": False}}
 
@@ -174,13 +175,18 @@ def lark_of(grammar: Grammar) -> str:
 def read_schema(text: str) -> dict[str, Any]:
     """A JSON schema without the formats that llguidance refuses."""
 
-    def followed(part: Any) -> Any:
+    def followed(part: Any, is_by_name: bool = False) -> Any:
+        """is_by_name: the keys are names of the schema's own, such as a property "const"."""
         if isinstance(part, list):
             return [followed(each) for each in part]
         if not isinstance(part, dict):
             return part
-        kept = {name: value if name in DATA else followed(value) for name, value in part.items()}
-        if isinstance(part.get("format"), str) and part["format"] not in FORMATS:
+        kept = {}
+        for name, value in part.items():
+            if is_by_name or name not in DATA:
+                value = followed(value, name in BY_NAME)
+            kept[name] = value
+        if isinstance(kept.get("format"), str) and kept["format"] not in FORMATS:
             del kept["format"]
         return kept
 
@@ -190,7 +196,7 @@ def read_schema(text: str) -> dict[str, Any]:
 def explain(error: str, grammar: Grammar) -> str:
     """llguidance's error in one line, without the place in our Lark, which no user has written."""
     # "at 2(7): unknown name x\n   1 | start: …" -> "unknown name x"
-    wrong = re.split(r"\n +1 \||\n<", error)[0]
+    wrong = re.split(r"\n +\d+ \||\n<", error)[0]
     wrong = re.sub(r"^(at )?\d+\(\d+\): ", "", wrong)
     if wrong == "NoExtensionBias":
         wrong = "no token of this model begins such a text"

@@ -10,6 +10,7 @@
     python bench.py --gpu all                  models of true shapes on a GPU; or decode, …
     python bench.py --plan 70B --gpu H200      what a model needs on GPUs that are not here
     python bench.py --readme                   the documents' tables and pictures
+    python bench.py --share                    what to send, so that your machine has a row there
 
 A claim of speed is a ratio between things that were measured in one run, on a CPU in turns (A, B,
 A, B, …). The machine's memory bandwidth, which limits decoding, is measured in the same run. The
@@ -29,6 +30,7 @@ if __name__ == "__main__":  # slow imports follow: a signal ends them in silence
 import argparse
 import json
 import os
+import platform
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -77,6 +79,9 @@ def parse_bench(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--gpu", metavar="CASE", help=f"on a GPU, models of true shapes: {', '.join(GPU_CASES)}"
     )
     p.add_argument("--readme", action="store_true", help="write the documents' tables and pictures")
+    p.add_argument(
+        "--share", action="store_true", help="put this machine's row into the table of machines"
+    )
     p.add_argument("--plain", action="store_true", help="measure the pages without cpu/ and gpu/")
     p.add_argument("--quick", action="store_true", help="very little of all; kept only with --out")
     p.add_argument("--target", metavar="NAME", help="the model to measure (default tiny)")
@@ -116,6 +121,7 @@ def parse_bench(arguments: Sequence[str] | None) -> argparse.Namespace:
         (args.invariance, "draft", "with --invariance"),
         (args.gpu or args.readme, "target against invariance", "with --gpu or --readme"),
         (args.readme, "gpu plain quick out", "with --readme"),
+        (args.share, "against gpu readme quick target draft out plan", "with --share"),
     ):
         if is_so:
             p.unused(args, flags, why)
@@ -163,7 +169,9 @@ def store_results(path: Path, results: Results) -> None:
 
 def with_figures(text: str) -> str:
     """The document, with all its tables made anew."""
-    return plan.with_memory(report.with_tables(text, load_results))
+    files = [load_results(path) for path in sorted(ROOT.glob("results/*.json"))]
+    text = report.with_machines(report.with_tables(text, load_results), files)
+    return plan.with_memory(text)
 
 
 def all_pictures(documents: Iterable[str]) -> dict[str, str]:
@@ -183,6 +191,19 @@ def write_documents() -> None:
         write_file(Path("results", f"{name}.svg"), picture)
 
 
+def share(path: Path) -> None:
+    """Make this machine's row of the table, and say what to send. UserError if it has none, or if
+    its results name this host or a folder of the user's."""
+    stored = load_results(path)
+    if "steps" not in stored:
+        raise UserError(f"{path} has no measurements of this machine: run bench.py first")
+    for name in {platform.node(), str(Path.home())} - {""}:
+        if name in json.dumps(stored):
+            raise UserError(f"{path} contains {name}: remove it before you send the file")
+    write_documents()
+    say(f"send a pull request with {path} and the documents, whose tables have it now")
+
+
 def write_sections(sections: Sequence[report.Section]) -> None:
     for section in sections:
         write(report.markdown(section) + "\n")
@@ -195,6 +216,9 @@ def run_bench(args: argparse.Namespace) -> int:
     """Run what the flags ask for -> the exit status: 1 if a case of a GPU has wrong rows."""
     if args.readme:
         write_documents()
+        return 0
+    if args.share:
+        share(results_file())
         return 0
     if args.plan:
         write_sections([plan.plan_section(args)])

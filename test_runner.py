@@ -718,5 +718,5 @@ def test_a_round_is_timed_until_the_device_was_waited_for(monkeypatch):
         "clock",
         "wait",
     ]  # a round; all get its time
-    assert observed and all(seconds == 2.0 for *_, seconds in observed)
+    assert observed and all(seconds == 2.0 for _, seconds, _ in observed)
     assert len(observed) < len(events) // 4

@@ -2,9 +2,10 @@
 
 `/v1/chat/completions` and `/v1/completions`, with fields that vLLM and llama.cpp have added (top_k,
 min_p, ignore_eos, stop_token_ids, structured_outputs, json_schema, chat_template_kwargs). fields.py
-has the closed list of fields, and tools.py the functions that an answer may call. `read_request`
-reads a body, and `Reply` writes the answers: one object, or, streamed, a chunk for all that is new
-of a text, with the role in the first and the finish_reason in the last.
+has the closed list of fields, tools.py the functions that an answer may call, and answers.py reads
+thoughts, content and calls from its text. `read_request` reads a body, and `Reply` writes the
+answers: one object, or, streamed, a chunk for all that is new of a text, with the role in the first
+and the finish_reason in the last.
 
 `special`: a prompt means the control tokens that it spells (the default: they are text there).
 `max_completion_tokens` wins over `max_tokens`. `stop_token_ids` may end a text amid its grammar:
@@ -120,10 +121,9 @@ def read_request(data: bytes, is_chat: bool, offer: Offer) -> Asked:
     prompts = read_chat(body, tools, offer) if is_chat else read_prompts(body, offer)
     check_whole("n", body.n, 1, MAX_CHOICES // len(prompts), f" ({len(prompts)} prompts)")
     settings = read_settings(body, offer)
-    form = AnswerForm(None, "", tools)
-    if is_chat:
-        form = AnswerForm(offer.thoughts, end_of(prompts[0], offer), tools)
-    if form.tags is not None and body.reasoning_format == "none":
+    tags = offer.thoughts if is_chat else None
+    form = AnswerForm(tags, end_of(prompts[0], offer), tools)
+    if tags is not None and body.reasoning_format == "none":
         raise bad(
             "reasoning_format", "reasoning_format is 'none': thoughts are always separate; use auto"
         )

@@ -600,7 +600,8 @@ def test_a_schema_that_is_not_followed_here_is_refused_if_it_must_be(model):
 
     async def scenario(app):
         status, error = await refused(app, CHAT, odd | dict(tool_choice="required"))
-        assert (status, error["param"]) == (400, "tools") and "not" in error["message"]
+        assert (status, error["param"]) == (400, "tools")
+        assert re.match('tools cannot be met: .*"not"[^|]*$', error["message"])
         assert (await post(app, CHAT, **odd, max_tokens=2))["choices"]
         for depth in range(970, 990, 2):  # of which Python reads some, and cannot write them
             deep = json.dumps(odd).replace("{}", '{"a":' * depth + "1" + "}" * depth)

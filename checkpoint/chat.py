@@ -40,8 +40,11 @@ from errors import UserError, brief
 
 Message = dict[str, Any]  # {"role": …, "content": …}, and what only templates read: READ_BY_SOME
 READ_BY_SOME = {"tool_calls", "tool_call_id", "name", "reasoning_content"}
-# Templates' names of an answer's thoughts.
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+THOUGHTS = (  # templates' names of an answer's thoughts
+    "reasoning_content",
+    "reasoning",
+    "thinking",
+)
 UNUSED = "\ue000"  # a message that nobody sends
 
 
@@ -160,8 +163,13 @@ class ChatTemplate:
             if "reasoning_content" in message:
                 thoughts = message.pop("reasoning_content")
                 message |= {name: thoughts for name in THOUGHTS if name in self.source}
-        values = {**self.vocabulary.named, "documents": None, "tools": None}
-        values |= options | {"messages": messages}
+        values = {
+            **self.vocabulary.named,
+            "documents": None,
+            "tools": None,
+            **options,
+            "messages": messages,
+        }
         return render(self.source, values, self._letters)
 
 

@@ -1,6 +1,7 @@
 """The command: everything runs, only numbers are stored, and a mistake is one line."""
 
 import json
+import platform
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -112,6 +113,21 @@ def test_documents_are_made_of_the_results_that_they_name(tmp_path, monkeypatch,
     assert all(quick["machine"] in text and "outdated" not in text for text in texts)
 
 
+def test_what_is_shared_is_of_this_machine_and_names_no_host(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "m.json"
+    monkeypatch.setattr(bench, "results_file", lambda: path)
+    monkeypatch.setattr(bench, "write_documents", lambda: path.with_suffix(".md").touch())
+    for stored, told in (
+        ("{}", "run bench.py first"),
+        (json.dumps({"steps": {platform.node(): 1}}), f"contains {platform.node()}"),
+        ('{"steps": {"tiny": 1}}', f"send a pull request with {path}"),
+    ):
+        assert not path.with_suffix(".md").exists()
+        path.write_text(stored)
+        bench.main(["--share"])
+        assert told in capsys.readouterr().err
+
+
 def test_mistakes_are_one_line_and_told_before_anything_is_measured(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(bench, "measure_pair", lambda sizes: pytest.fail("measured first"))
@@ -127,6 +143,7 @@ def test_mistakes_are_one_line_and_told_before_anything_is_measured(tmp_path, ca
         --out {tmp}/no/x → cannot be written
         --out {tmp}/deep.json → is not JSON
         --out {tmp}/list.json → does not hold results
+        --share --quick → --quick has no effect with --share
         --readme --quick → --quick has no effect
         --draft ngram --draft-bits 8 --quick → draft_bits is 8
         --draft ngram --prompts no-file --quick → --prompts no-file is missing

@@ -123,6 +123,17 @@ def test_a_document_gets_the_tables_that_it_names():
     assert report.with_tables(made, {Path("results/m.json"): results}.__getitem__) == made
 
 
+def test_every_machine_has_a_row_and_what_it_lacks_is_empty():
+    machine = {"machine": "M", "instructions": "avx2", "threads": 2, "read_bandwidth": 2e10}
+    steps = {"tiny, INT8": {"rows1_seconds": 0.001, "prompt512_seconds": 0.02}}
+    made = report.with_machines(
+        "<!-- machines -->\nold\n<!-- end of machines -->",
+        [machine | {"steps": steps}, machine | {"machine": "N", "stack": STACK, "drafts": DRAFTS}],
+    )
+    assert "| M | avx2 | 2 | 20 GB/s | 1,000 |  | 20 ms |" in made
+    assert "| N | avx2 | 2 | 20 GB/s |  | 400 |  |" in made and "old" not in made
+
+
 # ---- Pictures
 
 
