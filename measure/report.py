@@ -181,7 +181,7 @@ TABLES = {
 }
 
 A_MACHINE = Table(
-    "Every machine: tokens per second of tiny in INT8, for one request and with everything for 16; "
+    "Every machine: tokens per second of tiny, for one request in INT8 and with everything for 16; "
     "the time of a prompt of 512; the best gain by tiny-draft; SmolLM2 in INT8 beside llama.cpp "
     "q8_0; empty: not measured",
     {
@@ -259,7 +259,7 @@ def machines(files: Sequence[Results]) -> Section:
     for results in files:
         peer = results.get("peers", {}).get("smollm2, INT8, llama.cpp q8_0", {})
         step = results.get("steps", {}).get("tiny, INT8", {})
-        together = results.get("stack", [{}])[-1]
+        together = results.get("stack", {}).get("tiny, + INT8 keys and values", {})
         drafts = [row for row in rows_of(results, "drafts") if row["draft"] == "tiny-draft"]
         best = max((row["speed_up"] for row in drafts), default=None)
         rows.append(results | step | together | {"ratio": peer.get("ratio"), "best": best})

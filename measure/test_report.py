@@ -126,9 +126,10 @@ def test_a_document_gets_the_tables_that_it_names():
 def test_every_machine_has_a_row_and_what_it_lacks_is_empty():
     machine = {"machine": "M", "instructions": "avx2", "threads": 2, "read_bandwidth": 2e10}
     steps = {"tiny, INT8": {"rows1_seconds": 0.001, "prompt512_seconds": 0.02}}
+    stack = {"tiny, + INT8 keys and values": STACK["another, row 3"]}
     made = report.with_machines(
         "<!-- machines -->\nold\n<!-- end of machines -->",
-        [machine | {"steps": steps}, machine | {"machine": "N", "stack": STACK, "drafts": DRAFTS}],
+        [machine | {"steps": steps}, machine | {"machine": "N", "stack": stack, "drafts": DRAFTS}],
     )
     assert "| M | avx2 | 2 | 20 GB/s | 1,000 |  | 20 ms |" in made
     assert "| N | avx2 | 2 | 20 GB/s |  | 400 |  |" in made and "old" not in made
