@@ -174,28 +174,29 @@ def lark_of(grammar: Grammar) -> str:
 
 def read_schema(text: str) -> dict[str, Any]:
     """A JSON schema without the formats that llguidance refuses."""
-    schema = json.loads(text)
-    parts = [schema]
-    while parts:
-        part = parts.pop()
+
+    def followed(part: Any, is_by_name: bool = False) -> Any:
+        """is_by_name: the keys are names of the schema's own, such as a property "const"."""
         if isinstance(part, list):
-            parts += part
+            return [followed(each) for each in part]
         if not isinstance(part, dict):
-            continue
-        if isinstance(part.get("format"), str) and part["format"] not in FORMATS:
-            del part["format"]
+            return part
+        kept = {}
         for name, value in part.items():
-            if name in BY_NAME and isinstance(value, dict):  # properties may be named "format"
-                parts += value.values()
-            elif name not in DATA:
-                parts.append(value)
-    return schema
+            if is_by_name or name not in DATA:
+                value = followed(value, name in BY_NAME)
+            kept[name] = value
+        if isinstance(kept.get("format"), str) and kept["format"] not in FORMATS:
+            del kept["format"]
+        return kept
+
+    return followed(json.loads(text))
 
 
 def explain(error: str, grammar: Grammar) -> str:
     """llguidance's error in one line, without the place in our Lark, which no user has written."""
     # "at 2(7): unknown name x\n   1 | start: …" -> "unknown name x"
-    wrong = re.split(r"\n +1 \||\n<", error)[0]
+    wrong = re.split(r"\n +\d+ \||\n<", error)[0]
     wrong = re.sub(r"^(at )?\d+\(\d+\): ", "", wrong)
     if wrong == "NoExtensionBias":
         wrong = "no token of this model begins such a text"

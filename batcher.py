@@ -124,7 +124,8 @@ class Batcher:
     # ---- The plan of a step
 
     def schedule(self) -> list[ScheduledRequest]:
-        """Plan running requests, oldest first; preempt until they fit; then admit waiting ones."""
+        """Plan running requests, oldest first; preempt the youngest until they fit; then admit
+        waiting ones, with what is left of the budget. num_steps counts the step."""
         self.num_steps += 1
         scheduled = self._schedule_running()
         while not self.runner.fits(scheduled):

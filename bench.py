@@ -1,14 +1,16 @@
 """Every claim, measured on the machine at hand.
 
     python bench.py                            the models in this repository on a CPU, in minutes
-    python bench.py --target NAME              a model's steps and prompts in float32, INT8 and
-                                               INT4, and what grammars cost it
+    python bench.py --target NAME              what each technique gains a model; its steps and
+                                               prompts in float32, INT8 and INT4; grammars' costs
     python bench.py --draft tiny-eagle         what drafts cost and gain, beside plain decoding
     python bench.py --against transformers     the same prompts and weights, in turns; or openvino,
                                                or llama.cpp
+    python bench.py --invariance               whether an output depends on the requests beside it
     python bench.py --gpu all                  models of true shapes on a GPU; or decode, …
     python bench.py --plan 70B --gpu H200      what a model needs on GPUs that are not here
     python bench.py --readme                   the documents' tables and pictures
+    python bench.py --share                    what to send, so that your machine has a row there
 
 A claim of speed is a ratio between things that were measured in one run, on a CPU in turns (A, B,
 A, B, …). The machine's memory bandwidth, which limits decoding, is measured in the same run. The
@@ -28,9 +30,10 @@ if __name__ == "__main__":  # slow imports follow: a signal ends them in silence
 import argparse
 import json
 import os
+import platform
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,7 @@ from errors import UserError
 from measure import (
     drafts,
     gpu_cases,
+    invariance,
     pair,
     peers,
     pictures,
@@ -67,12 +71,20 @@ def parse_bench(arguments: Sequence[str] | None) -> argparse.Namespace:
     p = Parser("bench.py", "Every claim, measured on the machine at hand.")
     p.add_argument("--against", choices=list(peers.PACKAGES), help="compare with another program")
     p.add_argument(
+        "--invariance",
+        action="store_true",
+        help="whether an output changes in batches of 1, 4 and 16: here, or in --against's program",
+    )
+    p.add_argument(
         "--gpu", metavar="CASE", help=f"on a GPU, models of true shapes: {', '.join(GPU_CASES)}"
     )
     p.add_argument("--readme", action="store_true", help="write the documents' tables and pictures")
+    p.add_argument(
+        "--share", action="store_true", help="put this machine's row into the table of machines"
+    )
     p.add_argument("--plain", action="store_true", help="measure the pages without cpu/ and gpu/")
     p.add_argument("--quick", action="store_true", help="very little of all; kept only with --out")
-    p.add_argument("--target", metavar="NAME", help="measure this model's steps, or compare it")
+    p.add_argument("--target", metavar="NAME", help="the model to measure (default tiny)")
     p.add_argument(
         "--draft",
         metavar="NAME",
@@ -100,14 +112,16 @@ def parse_bench(arguments: Sequence[str] | None) -> argparse.Namespace:
         p.error(f"--gpu is {args.gpu}: it must be one of {', '.join(names)}")
     measures_gpu = args.gpu and not args.plan
     for is_so, flags, why in (  # flags that would have no effect, and why
-        (args.plan, "against readme plain quick target out", "with --plan"),
+        (args.plan, "against invariance readme plain quick target out", "with --plan"),
         (args.plan, "draft draft_bits prompts gguf", "with --plan"),
         (not args.plan, "gpus bits kv_bits context", "except with --plan"),
         (args.against != "llama.cpp", "gguf", "except with --against llama.cpp"),
         (not args.draft, "prompts draft_bits", "except with --draft"),
         (args.against or args.readme or measures_gpu, "draft", "with --against, --gpu or --readme"),
-        (args.gpu or args.readme, "target against", "with --gpu or --readme"),
+        (args.invariance, "draft", "with --invariance"),
+        (args.gpu or args.readme, "target against invariance", "with --gpu or --readme"),
         (args.readme, "gpu plain quick out", "with --readme"),
+        (args.share, "against gpu readme quick target draft out plan", "with --share"),
     ):
         if is_so:
             p.unused(args, flags, why)
@@ -155,18 +169,39 @@ def store_results(path: Path, results: Results) -> None:
 
 def with_figures(text: str) -> str:
     """The document, with all its tables made anew."""
-    return plan.with_memory(report.with_tables(text, load_results))
+    files = [load_results(path) for path in sorted(ROOT.glob("results/*.json"))]
+    text = report.with_machines(report.with_tables(text, load_results), files)
+    return plan.with_memory(text)
+
+
+def all_pictures(documents: Iterable[str]) -> dict[str, str]:
+    """Each picture, by the first results named in these documents that have what it shows."""
+    drawn: dict[str, str] = {}
+    for marked in re.finditer(report.MARKED, "\n".join(documents)):
+        drawn = pictures.draw_all(load_results(Path(marked["results"]))) | drawn
+    return drawn
 
 
 def write_documents() -> None:
-    """Make the tables of all documents, and the pictures of the results that README.md names
-    first."""
+    """Make all documents' tables and pictures."""
     texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in DOCUMENTS}
     for name, text in texts.items():
         write_file(Path(name), with_figures(text))
-    first = re.search(report.MARKED, texts["README.md"])
-    for name, picture in pictures.draw_all(load_results(Path(first["results"]))).items():
+    for name, picture in all_pictures(texts.values()).items():
         write_file(Path("results", f"{name}.svg"), picture)
+
+
+def share(path: Path) -> None:
+    """Make this machine's row of the table, and say what to send. UserError if it has none, or if
+    its results name this host or a folder of the user's."""
+    stored = load_results(path)
+    if "steps" not in stored:
+        raise UserError(f"{path} has no measurements of this machine: run bench.py first")
+    for name in {platform.node(), str(Path.home())} - {""}:
+        if name in json.dumps(stored):
+            raise UserError(f"{path} contains {name}: remove it before you send the file")
+    write_documents()
+    say(f"send a pull request with {path} and the documents, whose tables have it now")
 
 
 def write_sections(sections: Sequence[report.Section]) -> None:
@@ -181,6 +216,9 @@ def run_bench(args: argparse.Namespace) -> int:
     """Run what the flags ask for -> the exit status: 1 if a case of a GPU has wrong rows."""
     if args.readme:
         write_documents()
+        return 0
+    if args.share:
+        share(results_file())
         return 0
     if args.plan:
         write_sections([plan.plan_section(args)])
@@ -201,6 +239,9 @@ def run_bench(args: argparse.Namespace) -> int:
 
     if args.gpu:  # it has sizes of its own, and stores row by row
         results = gpu_cases.run_cases(args.gpu, args.quick, store)
+    elif args.invariance:
+        rows = invariance.invariance(args.against, args.target or "tiny", args.gguf, sizes)
+        results = machine() | {"invariance": rows}
     elif args.against:
         rows = peers.against(args.against, args.target or "tiny", args.gguf, sizes)
         results = machine() | {"peers": rows}
@@ -209,7 +250,8 @@ def run_bench(args: argparse.Namespace) -> int:
         measured = drafts.drafts(sizes, target, args.draft, args.prompts, args.draft_bits)
         results = machine() | {"drafts": measured}
     elif args.target:
-        results = machine() | {"steps": steps.steps(sizes, args.target)}
+        results = machine() | {"stack": pair.stack(sizes, args.target)}
+        results["steps"] = steps.steps(sizes, args.target)
         results["grammars"] = steps.grammar_costs(sizes, args.target)
     else:
         results = measure_pair(sizes)

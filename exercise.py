@@ -6,10 +6,11 @@
     python exercise.py verify --check     runs the tests that judge the body you wrote there
     python exercise.py all                leaves out all thirteen bodies
     python exercise.py all --check        names the first one that is not right yet
+    python exercise.py pick exercise-all --check      runs the tests of one of them
 
 The exercises are in such an order that the tests of each need only the bodies before it. So `all`
-is a course: the engine in thirteen steps.
-
+is a course: the engine in thirteen steps. generate.py runs
+after the last one (with --no-cache, after `plain_loop`).
 
 The function keeps its signature, its docstring and the comment above its first line. The page's
 docstring has the equation and the invariant. The copy holds the code, the models and the test data,
@@ -137,12 +138,6 @@ EXERCISES = (  # each needs only those before it
         tests=("test_paged.py",),
     ),
     Exercise(
-        page="batcher.py",
-        function="schedule",
-        teaches="plan a step: running requests, preemption, admission",
-        tests=("test_batcher.py",),
-    ),
-    Exercise(
         page="speculative.py",
         function="couple",
         teaches="with the same noise, drafts change nothing but the speed",
@@ -173,6 +168,12 @@ EXERCISES = (  # each needs only those before it
         ),
         flags="--draft ngram",
     ),
+    Exercise(
+        page="batcher.py",
+        function="schedule",
+        teaches="plan a step: running requests, preemption, admission",
+        tests=("test_batcher.py",),
+    ),
 )
 NAMED = {exercise.function: exercise for exercise in EXERCISES}
 
@@ -195,7 +196,7 @@ def copy_project(folder: Path) -> None:
             "FOLDER after NAME"
         )
     made = (ROOT / ".gitignore").read_text().replace("/", "").split()
-    left_out = shutil.ignore_patterns(".*", "*.md", "docs", "results", *made)
+    left_out = shutil.ignore_patterns(".*", "*.md", "*.ipynb", "docs", "results", *made)
     shutil.copytree(ROOT, folder, ignore=left_out)
 
 
@@ -212,8 +213,11 @@ def make(exercises: Sequence[Exercise], folder: Path) -> int:
         if exercise.flags is not None:
             command = f'python generate.py {exercise.flags} "Once upon a time"'
             write(f"    called by {command}\n")
-    name = "all" if len(exercises) > 1 else exercises[0].function
+    is_all = len(exercises) > 1
+    name = "all" if is_all else exercises[0].function
     write(f"Run the tests: python exercise.py {name} {folder} --check\n")
+    if is_all:
+        write("For the tests of one: its name in place of all. generate.py needs all of them.\n")
     return 0
 
 

@@ -59,7 +59,12 @@ LOADING = ("device", "dtype", "bits", "plain")  # parameters of `Model.load`
 
 @torch.inference_mode()
 def plain_loop(model: Model, request: Request, use_cache: bool = True) -> Iterator[int]:
-    """Read the prompt, and then draw one token after the other."""
+    """Read the prompt, and then yield up to max_tokens new tokens, one after the other; one of
+    request.eos_token_ids is the last. The caller appends them to the request.
+
+    Each is drawn with the random numbers of the seed and of its own position. Logits beyond the
+    tokenizer's vocabulary are padding; NotFinite if one of the others is not finite.
+    """
     llama = model.llama
     settings = request.settings
     filters = settings.temperature, settings.top_k, settings.top_p, settings.min_p

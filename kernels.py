@@ -10,7 +10,8 @@ computes everything.
 for n queries and m ≥ n keys. The queries are the *last* n of the m tokens, so the causal mask is
 aligned bottom-right: the last query sees everything. (Aligned top-left, as by PyTorch's is_causal,
 it is right only for n = m.) In grouped-query attention (Ainslie et al. 2023) H / G query heads
-share each of the G key/value heads, so the cache is smaller by that factor.
+share each of the G key/value heads, so the cache is smaller by that factor: query head h reads
+key/value head h // (H / G).
 
 `AttentionMetadata` (kvcache.py) says where the new tokens of a step belong. Attention stores their
 keys and values first and reads all of them from the cache, so up to rounding a result does not

@@ -23,8 +23,9 @@ belongs, and `ops` (kernels.py) computes.
     is by Shazeer 2020.
 
 Cost: a token takes about 2 · parameters operations, and attention; a step reads every weight once,
-however many tokens it has. `group` (parallel.py) joins what several processes have computed; in a
-single process it does nothing.
+however many tokens it has. If several processes share the model, each has a part of every
+matrix, and `group` (parallel.py) joins what they compute: `group.sum` adds up their products with o
+and with down. In a single process it does nothing.
 
     T tokens of a step · R logits asked for · C hidden_size · H query heads · G key/value heads
     D head_dim · F intermediate_size · V vocab_size

@@ -152,9 +152,9 @@ class PagedCache(Cache):
         return seq, len(sequence.tokens)
 
     def _find_prefix(self, sequence: CachedSequence, tokens: Sequence[int]) -> None:
-        """Share the longest prefix of `tokens` that is in cached blocks."""
+        """Share the longest prefix of `tokens` that is in cached blocks. The last token is always
+        computed. With a lookahead, so is the one before it: an EAGLE head drafts from it."""
         parent = 0
-        # The last token is always computed (with a lookahead, so is the one before it).
         num_full = (len(tokens) - 1 - self.lookahead) // self.block_size
         for i in range(num_full):
             key = self._block_key(parent, tokens, i)

@@ -139,8 +139,11 @@ def soften(logits: Tensor, temperature: float | Tensor) -> Tensor:
 
 
 def keep_top(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Top-k, then top-p. probs: float64[B, V]; top_k (below 1: no filter) and top_p (1 or more: no
-    filter): float64[B, 1]."""
+    """Top-k, then top-p -> normalized again, except rows without a filter, which stay as they are.
+
+    probs: float64[B, V]. top_k and top_p: float64[B, 1]; a top_k below 1, or a top_p of 1 or more,
+    is no filter.
+    """
     ordered, index = probs.sort(dim=-1, descending=True, stable=True)  # ties: the lower index first
     rank = torch.arange(probs.shape[-1], device=probs.device)
     is_top_k = (rank < top_k) | (top_k < 1)

@@ -162,7 +162,7 @@ def verify_block(p: Tensor, q: Tensor, drafted: Tensor, rng: Rng) -> tuple[Tenso
 
 def couple(p: Tensor, drafted: Tensor, rng: Rng) -> tuple[Tensor, Tensor]:
     """`verify` in coupled mode: accept each draft that the target picks, too. The rng has
-    B · (k + 1) rows."""
+    B · (k + 1) rows: those of the first request, then those of the next one."""
     B, k = drafted.shape
     rows = p.flatten(0, 1)  # [B · (k + 1), V]
     picked = rng.pick(rows).view(B, k + 1)

@@ -8,7 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import cycle
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -100,21 +100,39 @@ def test_text_of_the_plain_loop_is_the_engines(model, draft, base, monkeypatch, 
     assert len(texts) == 4
 
 
+@pytest.mark.parametrize("use_cache", [True, False])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_plain_loop_draws_each_token_from_the_whole_forward_pass(model, temperature):
-    """With the random numbers of its seed and position, up to an end of text."""
-    settings = Settings(temperature=temperature, top_k=30, seed=7, max_tokens=20)
-    request = model.request(PROMPT, settings)
-    tokens = list(request.tokens)
-    for token in plain_loop(model, request):
+def test_the_plain_loop_draws_each_token_from_the_whole_forward_pass(
+    model, temperature, use_cache, monkeypatch
+):
+    """With the random numbers of its seed and position, up to an end of text. A cache only changes
+    how many tokens a pass reads."""
+    filters = dict(top_k=30, top_p=0.8, min_p=0.2)  # leave one out, and other tokens are drawn
+    request = model.request(
+        PROMPT, Settings(temperature=temperature, seed=7, max_tokens=20, **filters)
+    )
+    prompt = list(request.tokens)
+    sizes = []  # tokens of each pass
+    call = Llama.__call__
+
+    def counted(llama: Llama, tokens: torch.Tensor, *others: Any) -> torch.Tensor:
+        sizes.append(len(tokens))
+        return call(llama, tokens, *others)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Llama, "__call__", counted)
+        drawn = [*islice(plain_loop(model, request, use_cache), 21)]
+    first = len(prompt)
+    assert sizes == ([first, *[1] * 19] if use_cache else [*range(first, first + 20)])
+    assert len(drawn) == 20 and request.tokens == prompt
+    for i, token in enumerate(drawn):
+        tokens = prompt + drawn[:i]
         logits = model.llama(torch.tensor(tokens))[-1:, :259]  # 259 and 260 are padding
         rng = Keyed(torch.tensor([7]), torch.tensor([len(tokens)]))
-        assert token == int(rng.pick(probabilities(logits, temperature, 30)))
-        tokens.append(token)
-    drawn = tokens[request.num_prompt_tokens :]
+        assert token == int(rng.pick(probabilities(logits, temperature, **filters)))
     end = drawn.index(drawn[9])
     request.eos_token_ids = {drawn[9]}
-    assert [*plain_loop(model, request)] == drawn[: end + 1] and len(drawn) == 20
+    assert [*plain_loop(model, request, use_cache)] == drawn[: end + 1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
@@ -177,6 +195,9 @@ def test_thinking_is_what_the_template_gets(tmp_path):
     for value in (True, False):
         told = generate("hello", chat, thinking=value, max_tokens=1).prompt_tokens
         assert told == plain + chat.tokenizer.encode(str(value))
+    deaf = Model.load(write_model(tmp_path / "deaf", template=CHATML), "cpu")
+    with pytest.raises(UserError, match="knows no enable_thinking"):
+        generate("hello", deaf, thinking=False, max_tokens=1)
 
 
 def test_messages_need_a_chat_template_and_stand_for_the_prompt(model, instruct):

@@ -48,6 +48,7 @@ MAY_IMPORT = {
     "gpu": {"gpu"} | BACKEND,
     "train": {"train", "app", "checkpoint", *ORDER},
     "measure": {"measure", "train", "app", "checkpoint", "cpu", "gpu", *ORDER},
+    "docs": set(),
 }
 MACHINE = {"cuda", "triton", "native"}  # words for devices.py and kernels.py, but for these:
 ALLOWED = {

@@ -1,4 +1,5 @@
-"""The documents: figures are those of results/*.json, code is that of the pages, commands parse."""
+"""The documents: figures are those of results/*.json, code is that of the pages, commands parse,
+links lead somewhere."""
 
 import ast
 import re
@@ -7,6 +8,7 @@ import shlex
 import sys
 import textwrap
 from importlib.util import find_spec
+from urllib.parse import unquote
 
 import pytest
 
@@ -16,6 +18,7 @@ import grammar
 import settings
 from app.flags import generate_flags, server_flags
 from checkpoint import sandbox
+from docs.tour import notebook
 from exercise import exercise_flags
 from test_house import ENGINE, ORDER
 from testing.pages import FOLDERS, PAGES, ROOT, nodes, tree
@@ -26,7 +29,6 @@ for name in ("bench", "train.distill", "train.quantize", "cpu", "gpu"):
 if not (ROOT / "README.md").exists():
     pytest.skip("a copy of exercise.py has no documents", allow_module_level=True)
 import bench
-from measure import pictures
 from train import distill, quantize
 
 NAMES_OF_DOCUMENTS = (*bench.DOCUMENTS, "docs/server.md", "CONTRIBUTING.md")
@@ -47,12 +49,10 @@ def test_tables_and_pictures_are_those_of_the_results():
         assert bench.with_figures(text) == text, f"{name}: bench.py --readme"
     assert "<!-- memory of models -->" in EVERY
     named = re.findall(r"figures of (results/[\w.-]+)", EVERY)
-    for name, picture in pictures.draw_all(bench.load_results(named[0])).items():
+    for name, picture in bench.all_pictures(DOCUMENTS.values()).items():
         stored = (ROOT / "results" / f"{name}.svg").read_text(encoding="utf-8")
         assert stored == picture, "bench.py --readme"
         assert f"results/{name}.svg" in README + TOUR
-    files = {f"results/{path.name}" for path in (ROOT / "results").glob("*.json")}
-    assert files == set(named)
 
 
 def test_the_table_of_bounds_is_that_of_the_code():
@@ -96,6 +96,17 @@ def test_the_table_of_bounds_is_that_of_the_code():
     ]
 
 
+def test_the_replay_is_the_page_with_a_session_that_shows_everything():
+    """As .ci/replay.py writes it; .ci/page.py plays it in a browser."""
+    before, after = (ROOT / "app" / "page.html").read_text(encoding="utf-8").split(">null<")
+    replay = (ROOT / "docs" / "replay" / "index.html").read_text(encoding="utf-8")
+    assert replay.startswith(before) and replay.endswith(after), "run .ci/replay.py"
+    recording = replay[len(before) : -len(after)]
+    assert len(recording) < 200_000
+    for seen in 'waiting preempted accepted corrected bonus shared":[1-9] drafts":[1-9]'.split():
+        assert re.search(f'"{seen}', recording), seen
+
+
 # ---- Links and the map
 
 
@@ -120,6 +131,34 @@ def test_links_lead_somewhere():
             if anchor:
                 document = path.resolve().relative_to(ROOT.resolve()).as_posix()
                 assert anchor in anchors(DOCUMENTS[document]), f"{name}: {link}"
+
+
+@pytest.mark.slow
+def test_links_of_the_site_lead_somewhere(tmp_path):
+    """And every section is a chapter, with its code and its folded answers. mkdocs itself, with
+    --strict, finds links between documents that lead nowhere."""
+    pytest.importorskip("material", reason="the extra 'docs' is not installed")
+    done = program("-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path)
+    assert done.returncode == 0, done.stderr
+    chapters = {page: page.read_text(encoding="utf-8") for page in tmp_path.rglob("*.html")}
+    whole = "".join(chapters.values())
+    others = len(chapters) - TOUR.count("\n## ")  # the start of the tour, and the guides
+    assert whole.count("<h1") == len(chapters) and others < 10
+    assert whole.count("<details") == TOUR.count("<details>") > 20
+    assert whole.count('class="filename"') == TOUR.count("```python ") > 20
+    for page, text in chapters.items():
+        for link in re.findall(r'(?:href|src)="([^"]+)"', text):
+            address, _, anchor = unquote(link.removeprefix("file://")).partition("#")
+            if address.startswith("http") or page.name == "404.html":
+                continue
+            target = (page.parent / address).resolve() if address else page
+            assert target.exists(), f"{page.name}: {link}"
+            assert not anchor or f'id="{anchor}"' in chapters[target], f"{page.name}: {link}"
+
+
+def test_the_notebook_is_that_of_the_tour():
+    stored = (ROOT / "tour.ipynb").read_text(encoding="utf-8")
+    assert stored == notebook(), "python docs/tour.py"
 
 
 def test_there_is_one_order_of_reading():

@@ -197,20 +197,20 @@ class Tokenizer:
         self,
         messages: list[Message],
         add_generation_prompt: bool = True,
-        enable_thinking: bool | None = None,
         tools: list[Json] | None = None,
         most: int | None = None,
         how: Json = {},
     ) -> list[int]:
         """The tokens of a conversation, [{"role": …, "content": …}, …], laid out by the chat
-        template, which may use enable_thinking. most: as in `encode`; how: more values for the
-        template, if it names them."""
+        template. tools: functions that an answer may call, as OpenAI's protocol has them. most: as
+        in `encode`; how: more values for the template, such as enable_thinking."""
         template = self.template(tools is not None)
         if template is None:
             raise UserError(
                 "there is no chat template; use a text, or a folder with a chat_template.jinja"
             )
-        parts = template.parts(messages, add_generation_prompt, enable_thinking, tools, how)
+        options = how | {"add_generation_prompt": add_generation_prompt, "tools": tools}
+        parts = template.parts(messages, options)
         return self._join(parts, True, most)
 
     # ---- Tokens to text

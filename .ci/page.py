@@ -1,8 +1,8 @@
 """The page at /, in a headless Chromium, against the real server: `python .ci/page.py`.
 
 A chat of two turns by keyboard, with the origins of its tokens; twenty requests seen running; stop;
-a key; no request to any other host, and no error in the console. Needs playwright and Chromium
-(apt-get install chromium).
+a key; the recorded session of docs/replay, played and searched; no request to any other host, and
+no error in the console. Needs playwright and Chromium (apt-get install chromium).
 """
 
 import http.client
@@ -11,13 +11,16 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
 
 from checks import require
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Browser, Page, sync_playwright
 
 ROOT = Path(__file__).parent.parent
+REPLAY = ROOT / "docs" / "replay" / "index.html"
 PATIENCE = 60.0  # seconds
 # Stop is clicked when the answer has begun.
 STOP_EARLY = """
@@ -85,6 +88,12 @@ def sent_pieces(stream: str) -> list[list[str]]:
     return pieces
 
 
+def shown_pieces(page: Page, answers: str) -> list[list[str]]:
+    """[text, class] of each piece of these answers."""
+    words = "(spans) => spans.map((span) => [span.textContent, span.className])"
+    return page.locator(f"{answers} > span").evaluate_all(words)
+
+
 def check_chat(page: Page) -> None:
     """Two turns by keyboard; what is shown is what was sent, each piece with its class."""
     page.evaluate("document.getElementById('max-tokens').value = 60")
@@ -95,10 +104,7 @@ def check_chat(page: Page) -> None:
             page.keyboard.press("Enter")
         sent = sent_pieces(answer.value.text())
         wait(page, "document.getElementById('stop').disabled")
-        shown = page.evaluate(
-            "[...[...document.querySelectorAll('.assistant .said')].at(-1).children]"
-            ".map((span) => [span.textContent, span.className])"
-        )
+        shown = shown_pieces(page, ".assistant:last-child .said")
         require(
             bool(shown) and letters(shown) == letters(sent),
             f"turn {turn}: {len(shown)} pieces have the origins that the server sent",
@@ -152,8 +158,8 @@ class Watched:
         if message.type == "error":
             self.errors.append(message.text)
 
-    def check(self, host: str) -> None:
-        known = (f"http://{host}/", "data:", "about:")
+    def check(self, address: str) -> None:
+        known = (address, "data:", "about:")
         others = {address for address in self.addresses if not address.startswith(known)}
         require(not others, f"no request to any other host {sorted(others)}")
         require(not self.errors, f"no error in the console {self.errors}")
@@ -171,18 +177,48 @@ def check_key(page: Page) -> None:
         ready = "picture !== null && !document.getElementById('key-dialog').open"
         wait(page, ready)
         watched.errors = [error for error in watched.errors if "401" not in error]
-        watched.check(server.host)
+        watched.check(f"http://{server.host}/")
         require(True, "the page asks for the key, and sends it")
     finally:
         server.close()
 
 
+def check_replay(page: Page) -> None:
+    """The recording, opened as a file, plays by itself. The slider goes to its end and back, and
+    the page shows what was sent by then."""
+    watched = Watched(page)
+    page.goto(REPLAY.as_uri())
+    wait(page, "shown > 0.2 && playing")
+    page.focus("#play")
+    page.keyboard.press("Space")
+    page.focus("#time")
+    for key in ("End", "PageDown", "PageDown", "Home"):
+        page.keyboard.press(key)
+        sent = page.evaluate("recording.events.filter(([at]) => at <= shown)")
+        pieces = [piece for _, kind, data in sent if kind == "chunk" for piece in data["origins"]]
+        rows = [data["requests"] for _, kind, data in sent if kind == "picture"][-1]
+        told = (letters(shown_pieces(page, ".assistant .said")), page.locator("#texts tr").count())
+        require(
+            told == (letters(pieces), len(rows)), f"{len(sent)} events of the session are shown"
+        )
+    require(page.evaluate("!playing && shown === 0"), "it stops, and goes back")
+    watched.check(REPLAY.parent.as_uri())
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        path = shutil.which("chromium")
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
 def main() -> None:
     server = Server()
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
-        )
+    with chromium() as browser:
         page = browser.new_page(viewport={"width": 1440, "height": 1040})
         page.set_default_timeout(1e3 * PATIENCE)
         watched = Watched(page)
@@ -192,11 +228,11 @@ def main() -> None:
             check_chat(page)
             check_batch(page, server)
             check_stop(page)
-            watched.check(server.host)
-            check_key(browser.new_page())
+            watched.check(f"http://{server.host}/")
         finally:
-            browser.close()
             server.close()
+        check_key(browser.new_page())
+        check_replay(browser.new_page())
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
 `/v1/chat/completions` and `/v1/completions`, with fields that vLLM and llama.cpp have added (top_k,
 min_p, ignore_eos, stop_token_ids, structured_outputs, json_schema, chat_template_kwargs). fields.py
-has the closed list of fields, and tools.py the functions that an answer may call. `read_request`
-reads a body, and `Reply` writes the answers: one object, or, streamed, a chunk for all that is new
-of a text, with the role in the first and the finish_reason in the last.
+has the closed list of fields, tools.py the functions that an answer may call, and answers.py reads
+thoughts, content and calls from its text. `read_request` reads a body, and `Reply` writes the
+answers: one object, or, streamed, a chunk for all that is new of a text, with the role in the first
+and the finish_reason in the last.
 
 `special`: a prompt means the control tokens that it spells (the default: they are text there).
 `max_completion_tokens` wins over `max_tokens`. `stop_token_ids` may end a text amid its grammar:
@@ -20,19 +21,11 @@ from functools import cached_property
 from typing import Any
 from uuid import uuid4
 
+from app.answers import CallFormat, Thoughts
 from app.asgi import HttpError
 from app.conversation import read_conversation
 from app.fields import Body, ChatBody, TextBody, read_body
-from app.thoughts import ThoughtReader, Thoughts, after_thoughts, find_thoughts
-from app.tools import (
-    NO_TOOLS,
-    CallFormat,
-    CallReader,
-    Delta,
-    Tools,
-    call_format,
-    call_grammar,
-)
+from app.tools import NO_TOOLS, AnswerForm, Tools, call_format
 from automaton import lark_of
 from bounds import check_bounds
 from errors import TooManyTokens, UserError, brief
@@ -81,7 +74,7 @@ class Offer:
     def thoughts(self) -> Thoughts | None:
         """The tags of the model's thoughts; None: it has none."""
         template = self.model.tokenizer.template(False)
-        return template and find_thoughts(template.ask, template.source)
+        return template and Thoughts.of(template.source)
 
     @cached_property
     def longest_token(self) -> int:
@@ -97,9 +90,7 @@ class Asked:
 
     body: ChatBody | TextBody
     streams: list[OutputStream]  # n of the first prompt, then n of the second, …
-    tools: Tools | None
-    tags: Thoughts | None  # of the thoughts before each answer
-    is_inside: bool  # the prompt has begun the thoughts, and not ended them
+    form: AnswerForm
 
     @property
     def follows(self) -> Grammar | None:
@@ -109,7 +100,7 @@ class Asked:
     @property
     def param(self) -> str:
         """The field that asks for the grammar."""
-        of_others = "structured_outputs" if self.tools is None else "tools"
+        of_others = "structured_outputs" if self.form.tools is None else "tools"
         return next(iter(read_schemas(self.body)), of_others)
 
 
@@ -131,14 +122,12 @@ def read_request(data: bytes, is_chat: bool, offer: Offer) -> Asked:
     check_whole("n", body.n, 1, MAX_CHOICES // len(prompts), f" ({len(prompts)} prompts)")
     settings = read_settings(body, offer)
     tags = offer.thoughts if is_chat else None
-    end = end_of(prompts[0], offer)
-    is_inside = tags is not None and tags.begin_in(end)
+    form = AnswerForm(tags, end_of(prompts[0], offer), tools)
     if tags is not None and body.reasoning_format == "none":
         raise bad(
             "reasoning_format", "reasoning_format is 'none': thoughts are always separate; use auto"
         )
-    is_over = tags is not None and end.endswith(tags.closing)
-    settings = with_calls(settings, body, tools, None if is_over else tags, is_inside)
+    settings = with_form(settings, body, form)
     if body.echo:
         settings = replace(settings, prompt_logprobs=settings.logprobs)
         check_echo(body.n * sum(map(len, prompts)), settings.logprobs)
@@ -153,7 +142,7 @@ def read_request(data: bytes, is_chat: bool, offer: Offer) -> Asked:
             streams.append(stream)
     if body.origins and not body.stream:
         raise bad("origins", "origins are sent in chunks: set stream to true, or leave it out")
-    return Asked(body, streams, tools, tags, is_inside)
+    return Asked(body, streams, form)
 
 
 # ---- Prompts
@@ -354,32 +343,21 @@ def read_constraint(body: Body) -> Fields:
     return {setting: value for _, setting, value in asked}
 
 
-def with_calls(
-    settings: Settings, body: Body, tools: Tools | None, tags: Thoughts | None, is_inside: bool
-) -> Settings:
-    """The settings, with a grammar for calls, or for the answer as it is asked for, after
-    thoughts."""
+def with_form(settings: Settings, body: Body, form: AnswerForm) -> Settings:
+    """The settings, with the grammar of a whole answer: its thoughts, and calls or what is asked
+    for."""
     follows = settings.follows
-    if tools is None and (tags is None or follows is None):
+    if form.tools is None and (form.tags is None or follows is None):
         return settings
-    lark = part = None
+    answer = None
     if follows is not None:
         try:
             check_bounds(follows)
-            part = nested(lark_of(follows))
+            answer = lark_of(follows)
         except UserError as error:
             raise bad(next(iter(read_schemas(body)), "structured_outputs"), str(error)) from None
-    if tools is not None:
-        lark = call_grammar(tools, part)
-        part = lark and nested(lark)
-    if tags is not None and part is not None:
-        lark = after_thoughts(tags, is_inside, part)
+    lark = form.grammar(answer)
     return replace(settings, schema=None, regex=None, choice=None, grammar=lark)
-
-
-def nested(lark: str) -> str:
-    """A grammar in Lark, as a part of another one."""
-    return f"%lark {{\n{lark}\n}}"
 
 
 def read_schemas(body: Body) -> Fields:
@@ -419,11 +397,7 @@ class Reply:
         ]
         self.offsets = [0] * len(asked.streams)
         self.num_tokens: dict[int, int] = {}  # of each text
-        self.thoughts = [ThoughtReader(asked.tags, asked.is_inside) for _ in asked.streams]
-        self.readers: list[CallReader] = []  # of each text that may call functions
-        if asked.tools is not None:
-            names = [function.name for function in asked.tools.functions]
-            self.readers = [CallReader(asked.tools.form, names) for _ in asked.streams]
+        self.readers = [asked.form.reader() for _ in asked.streams]
 
     def completion(self, results: Sequence[Result]) -> Fields:
         """All texts at once."""
@@ -493,17 +467,9 @@ class Reply:
 
     def _message(self, index: int, text: str, is_last: bool) -> Fields:
         """The next piece of a chat's text, as a message: its content, thoughts, and calls."""
-        thoughts, text = self.thoughts[index].feed(text, is_last)
-        delta = Delta(text)
-        if self.readers:
-            delta = self.readers[index].feed(text, is_last)
-        message: Fields = {"content": delta.content}
-        if thoughts:
-            message["reasoning_content"] = thoughts
-        calls = list(delta.calls.values())
-        if calls:
-            message |= {"content": delta.content or None, "tool_calls": calls}
-        for call in calls:
+        message = self.readers[index].feed(text, is_last)
+        for call in message.get("tool_calls", ()):
+            message["content"] = message["content"] or None
             if not self.asked.body.stream:
                 del call["index"]
         return message
@@ -519,7 +485,7 @@ class Reply:
             if result.error:
                 raise bad(self.asked.param, result.error)
             reason = result.finish_reason
-            if reason == "stop" and self.readers and self.readers[index].has_called:
+            if reason == "stop" and self.readers[index].has_called:
                 reason = "tool_calls"
         return {
             "index": index,

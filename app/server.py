@@ -296,7 +296,9 @@ class Application:
         try:
             compiled = await asyncio.wait_for(self._compile(asked), COMPILE_SECONDS)
         except UserError as error:
-            raise HttpError(400, str(error), param=asked.param) from None
+            # Much of the grammar may be ours, so the field that asks for it stands for it.
+            rule = str(error).replace(str(asked.follows), asked.param)
+            raise HttpError(400, rule, param=asked.param) from None
         except asyncio.TimeoutError:
             raise Unavailable(
                 f"the grammar was not compiled within {COMPILE_SECONDS:.0f} s: simplify it, or try "

@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("app.server", reason="requirements-extra.txt is not installed")
 pytest.importorskip("llguidance", reason="requirements-extra.txt is not installed")
-from app import thoughts
+from app import tools
 from app.openai import Asked, Offer, Reply
 from conftest import TIMES
 from loading import Model
@@ -183,7 +183,8 @@ def test_what_reaches_the_client_parses_and_is_taken_back(first, folder):
 
 
 def test_a_reader_that_ignores_thoughts_is_found_out(folder, monkeypatch):
-    monkeypatch.setattr(thoughts.ThoughtReader, "feed", lambda reader, piece, is_last: ("", piece))
+    reader = tools.AnswerForm.reader
+    monkeypatch.setattr(tools.AnswerForm, "reader", lambda form: reader(form._replace(tags=None)))
     with pytest.raises((AssertionError, ValueError)):
         for seed in range(60):
             converse(seed, folder)

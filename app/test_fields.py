@@ -81,7 +81,7 @@ def told(is_chat: bool, **body) -> tuple:
         seed = settings.seed if settings.seed in (-1, 5, 6) else None
         streams.append((request.tokens, request.eos_token_ids, replace(settings, seed=seed)))
     names = ("stream", "stream_options", "origins", "echo")
-    return streams, asked.tools, asked.param, [getattr(asked.body, name) for name in names]
+    return streams, asked.form.tools, asked.param, [getattr(asked.body, name) for name in names]
 
 
 # ---- Each field alone

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("app.server", reason="the extra 'server' is not installed")
-from app.thoughts import ThoughtReader, Thoughts, after_thoughts, find_thoughts
-from checkpoint.sandbox import render
+from app.answers import AnswerReader, Thoughts
+from app.tools import after_thoughts
 from loading import Model
 from settings import Grammar
 from testing.http import needs_llguidance
@@ -19,15 +19,16 @@ READ = [  # is the beginning inside; a text, its thoughts, its answer
     (False, " Hi <think>hm</think>", "", " Hi <think>hm</think>"),
     (False, "<thin", "", "<thin"),
     (True, "hm\n</think>\n\nHi", "hm", "Hi"),
-    (True, "\n<think> a </thin b\n</think>", "<think> a </thin b", ""),
+    (True, "\n<think> a </thin b\n</think>", "a </thin b", ""),
     (True, "hm</think>a</think>", "hm", "a</think>"),
 ]
 
 
 def divided(is_inside: bool, pieces: list[str]) -> tuple[str, str]:
-    reader = ThoughtReader(TAGS, is_inside)
+    reader = AnswerReader(TAGS, is_inside)
     told = [reader.feed(piece, n == len(pieces)) for n, piece in enumerate(pieces, 1)]
-    return "".join(thoughts for thoughts, _ in told), "".join(answer for _, answer in told)
+    thoughts = "".join(message.get("reasoning_content", "") for message in told)
+    return thoughts, "".join(message["content"] for message in told)
 
 
 @pytest.mark.parametrize("is_inside, text, thoughts, answer", READ)
@@ -46,42 +47,26 @@ def test_it_does_not_matter_how_a_text_is_cut(is_inside, parts, size):
     assert divided(is_inside, [*pieces, ""]) == divided(is_inside, [text])
 
 
-TURNS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
-PROMPT = "{% if add_generation_prompt %}<|assistant|>"
-CUT = TURNS.replace("m.content", "m.content.split('</think>')[-1]")
-READ_BACK = TURNS.replace("{{ m.c", "{% if m.thinking %}[T]{{ m.thinking }}[/T]{% endif %}{{ m.c")
-TEMPLATES = [
-    (TURNS + PROMPT, None),
-    (TURNS.replace("|>", "><in>") + "{% if add_generation_prompt %}<|assistant><in>", None),
-    (CUT + PROMPT, TAGS),  # R1 distilled, first
-    (TURNS + PROMPT + "<think>\n", TAGS),
-    (CUT + PROMPT + "<think>\n", TAGS),
-    (READ_BACK + PROMPT, Thoughts("[T]", "[/T]")),
-    (TURNS + "<tools></tools><tool_call>{}</tool_call>" + PROMPT, None),
-]
-
-
-@pytest.mark.parametrize("source, tags", TEMPLATES, ids=range(len(TEMPLATES)))
-def test_a_template_says_what_its_thoughts_stand_between(source, tags):
-    source += "{% endif %}"
-
-    def lay_out(messages, more=False):
-        messages = [each | {"thinking": each.get("reasoning_content")} for each in messages]
-        return render(source, {"messages": messages, "add_generation_prompt": more})[0]
-
-    assert find_thoughts(lay_out, source) == tags
-    assert find_thoughts(lambda *asked: "", source) is None
+@pytest.mark.parametrize(
+    "template, tags",
+    [
+        ("{{ m.content.split('</think>')[-1] }}", TAGS),
+        ("<tools></tools>[T]{{ m.thinking }}[/THOUGHTS]", Thoughts("[THOUGHTS]", "[/THOUGHTS]")),
+        ("<tools></tools>{{ m.reasoning_content }}<think>", None),
+    ],
+)
+def test_a_template_names_the_tags_of_thoughts(template, tags):
+    assert Thoughts.of(template) == tags
 
 
 @needs_llguidance
 @pytest.mark.parametrize("notation", ["regex", "choice", "schema", "grammar"])
 def test_a_grammar_begins_behind_the_thoughts(notation):
-    from app.openai import nested
     from automaton import lark_of
 
     model = Model.load("tiny", "cpu")
     texts = {"regex": "a|b", "choice": ("a", "b"), "grammar": 'start: X\nX: "a" | "b"'}
-    inner = nested(lark_of(Grammar(notation, texts.get(notation, '{"enum": [1]}'))))
+    inner = lark_of(Grammar(notation, texts.get(notation, '{"enum": [1]}')))
     told = "1" if notation == "schema" else "a"
     for is_inside in (True, False):
         lark = after_thoughts(TAGS, is_inside, inner)

@@ -3,6 +3,7 @@
 import json
 import re
 from itertools import permutations
+from time import process_time
 
 import pytest
 import torch
@@ -11,12 +12,13 @@ from hypothesis import strategies as st
 
 pytest.importorskip("app.server", reason="the extra 'server' is not installed")
 import grammar
+from app.answers import AnswerReader, CallFormat
 from app.asgi import HttpError
 from app.conversation import read_conversation
 from app.fields import ChatBody, Function
 from app.openai import Offer, Reply
 from app.server import http_error
-from app.tools import CallFormat, CallReader, Tools, call_format, call_grammar
+from app.tools import Tools, call_format, call_grammar
 from checkpoint.sandbox import render
 from conftest import TIMES
 from errors import UserError
@@ -56,10 +58,10 @@ READ: list[tuple[str, str, Calls]] = [  # a text, its content, its calls
     (tag(ADD), "", [("add", '{"a": 1}')]),
     (f"I add.\n\n{tag(ADD)}\n{tag(SAY)}\n", "I add.", [("add", '{"a": 1}'), ("say", SAID)]),
     (f"<think>{ADD}</think>\n{tag(SAY)}", f"<think>{ADD}</think>", [("say", SAID)]),
-    (f"{tag(ADD)}\n\nDone. ", "\n\nDone. ", [("add", '{"a": 1}')]),
+    (f"{tag(ADD)}\n\nDone. ", "Done. ", [("add", '{"a": 1}')]),
     (SAY, "", [("say", SAID)]),
     (f" <|python_tag|>{SAY}\n", "", [("say", SAID)]),
-    (f"{SAY}\n{SAY} Done", " Done", [("say", SAID)] * 2),
+    (f"{SAY}\n{SAY} Done", "Done", [("say", SAID)] * 2),
     (f"{SAY}; {SAY}; {OTHER}", f"; {OTHER}", [("say", SAID)] * 2),
     (tag(f"{SAY}\n{ADD}") + tag(ADD), "", [("say", SAID), *[("add", '{"a": 1}')] * 2]),
     ('{"type": "function", ' + SAY[1:], "", [("say", SAID)]),
@@ -94,20 +96,20 @@ READ: list[tuple[str, str, Calls]] = [  # a text, its content, its calls
     (SAY[: SAY.index("\\") + 1], "", [("say", SAID[: SAID.index("\\") + 1])]),
     (tag(ADD)[:-14], "", [("add", '{"a": 1}')]),
     (tag(ADD)[:-3], "", [("add", '{"a": 1}')]),
-    (tag(SPOILT), "}}\n</tool_call>", [("add", '{"a": one [}')]),
+    (tag(SPOILT), "}\n</tool_call>", [("add", '{"a": one [}')]),
 ]
 
 
 def divided(form: CallFormat, pieces: list[str]) -> tuple[str, Calls, bool]:
     """Content, calls, and whether these are complete. The deltas are checked, too."""
-    reader = CallReader(form, {"add", "say"})
+    reader = AnswerReader(None, False, form, {"add", "say"})
     content = ""
     calls: dict[int, dict] = {}
     for n, piece in enumerate(pieces, 1):
         delta = reader.feed(piece, n == len(pieces))
-        content += delta.content
-        for index, part in delta.calls.items():
-            assert part["index"] == index
+        content += delta["content"]
+        for part in delta.get("tool_calls", []):
+            index = part["index"]
             if index in calls:
                 assert part.keys() == {"index", "function"}
                 assert part["function"].keys() == {"arguments"}
@@ -167,11 +169,30 @@ def test_it_does_not_matter_how_a_text_is_cut(form, parts, sizes):
 
 @pytest.mark.parametrize("begun", ["", "<tool_call>"])
 def test_white_space_without_an_end_is_not_held_back(begun):
-    reader = CallReader(TAGGED, {"add"})
-    shown = reader.feed(begun, False).content
+    reader = AnswerReader(None, False, TAGGED, {"add"})
+    shown = reader.feed(begun, False)["content"]
     for num_lines in (10, 1000):
-        shown += reader.feed(num_lines * "\n", False).content
+        shown += reader.feed(num_lines * "\n", False)["content"]
     assert len(begun) + 1000 < len(shown) < len(begun) + 1011
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        20_000 * "<tool_call>[",
+        20_000 * "<tool_call>[" + "</tool_call>",
+        tag(SWAPPED[:-1] + 5000 * ', "b": {}'),
+        tag(ADD[:-2] + 20_000 * ', "b": {}'),
+        20_000 * tag(OTHER),
+    ],
+    ids=range(5),
+)
+def test_reading_takes_time_in_proportion_to_the_text(text):
+    """All at once, and in two pieces."""
+    start = process_time()
+    whole = divided(TAGGED, [text])
+    assert divided(TAGGED, [text[:99_999], text[99_999:]]) == whole
+    assert process_time() - start < 3
 
 
 # ---- Forms
@@ -298,12 +319,12 @@ def test_calls_of_random_functions_parse_and_validate(monkeypatch):
         results = generate_in_turns(model, drafts, [dict(grammar=lark) for lark in larks])
         for (form, functions), result in zip(cases, results, strict=True):
             schemas = {function.name: function.parameters for function in functions}
-            reader = CallReader(form, schemas)
+            reader = AnswerReader(None, False, form, schemas)
             delta = reader.feed(result.text, True)
-            functions = [call["function"] for call in delta.calls.values()]
+            functions = [call["function"] for call in delta.get("tool_calls", [])]
             assert functions and result.finish_reason in ("stop", "length"), result.text
             if result.finish_reason == "stop":
-                assert reader.has_called and not delta.content, result.text
+                assert reader.has_called and not delta["content"], result.text
             if not reader.has_called:
                 functions.pop()  # it is cut
             for function in functions:
@@ -404,7 +425,7 @@ def test_an_answer_is_divided_into_content_and_calls(model):
     offer = Offer(model, "tiny", 900, settings=Settings())
     call = tag(ADD) if offer.call_format.opening else BARE_ADD
     add_alone = {"type": "function", "function": {"name": "add"}}
-    assert not read(True, offer, tools=TOOLS, tool_choice=add_alone).tools.is_parallel
+    assert not read(True, offer, tools=TOOLS, tool_choice=add_alone).form.tools.is_parallel
     for text, reason, tells in (
         (call, "stop", "tool_calls"),
         (call, "length", "length"),
@@ -569,8 +590,8 @@ def test_a_model_without_tools_refuses_them_by_name(instruct):
         for body, says in ((function(), "tools is not supported: leave it out, or serve a model"),):
             with pytest.raises(HttpError, match=f"^{re.escape(says)}"):
                 read(True, offer, **body)
-        assert read(True, offer, **function(), tool_choice="none").tools is None
-        assert read(True, offer, tools=[], parallel_tool_calls=False).tools is None
+        assert read(True, offer, **function(), tool_choice="none").form.tools is None
+        assert read(True, offer, tools=[], parallel_tool_calls=False).form.tools is None
 
 
 @needs_llguidance
@@ -579,7 +600,8 @@ def test_a_schema_that_is_not_followed_here_is_refused_if_it_must_be(model):
 
     async def scenario(app):
         status, error = await refused(app, CHAT, odd | dict(tool_choice="required"))
-        assert (status, error["param"]) == (400, "tools") and "not" in error["message"]
+        assert (status, error["param"]) == (400, "tools")
+        assert re.match('tools cannot be met: .*"not"[^|]*$', error["message"])
         assert (await post(app, CHAT, **odd, max_tokens=2))["choices"]
         for depth in range(970, 990, 2):  # of which Python reads some, and cannot write them
             deep = json.dumps(odd).replace("{}", '{"a":' * depth + "1" + "}" * depth)

@@ -40,11 +40,11 @@ from errors import UserError, brief
 
 Message = dict[str, Any]  # {"role": …, "content": …}, and what only templates read: READ_BY_SOME
 READ_BY_SOME = {"tool_calls", "tool_call_id", "name", "reasoning_content"}
-THOUGHTS = (
+THOUGHTS = (  # templates' names of an answer's thoughts
     "reasoning_content",
     "reasoning",
     "thinking",
-)  # templates' names of an answer's thoughts
+)
 UNUSED = "\ue000"  # a message that nobody sends
 
 
@@ -95,41 +95,19 @@ class ChatTemplate:
         ]
         self._finder = Finder(self.ids, Swallows(*swallows))
 
-    def parts(
-        self,
-        messages: list[Message],
-        add_generation_prompt: bool,
-        enable_thinking: bool | None = None,
-        tools: list[Json] | None = None,
-        how: Json = {},
-    ) -> list[str | int]:
-        """A conversation: texts without control tokens, and tokens between them.
-
-        enable_thinking: None if the template is to choose. tools: functions that an answer may
-        call, as OpenAI's protocol has them. how: more values, for a template that names them.
-        """
-        options = {name: value for name, value in how.items() if name in self.source}
-        options |= {"add_generation_prompt": add_generation_prompt, "tools": tools}
-        if enable_thinking is not None:
-            options["enable_thinking"] = enable_thinking
-            if "enable_thinking" not in self.source:
-                raise UserError(
-                    "the chat template knows no enable_thinking, so thinking cannot be chosen: "
-                    "leave it out"
-                )
+    def parts(self, messages: list[Message], options: Json) -> list[str | int]:
+        """A conversation: texts without control tokens, and tokens between them. options: what the
+        template gets beside the messages."""
         parts = self._finder.split(self._render(messages, options))
         return [
             self.ids[part] if part in self.ids else replace_surrogates(swap(part, self._restore))
             for part in parts
         ]
 
-    def ask(
-        self, messages: list[Message], add_generation_prompt: bool = False, tools: Any = None
-    ) -> str:
+    def ask(self, messages: list[Message], tools: list[Json]) -> str:
         """The text that the template makes of messages, or nothing if it fails: to find out what a
-        model was trained to read and to write."""
-        options = {"add_generation_prompt": add_generation_prompt, "tools": tools}
-        return self._lay_out(messages, str, options)[0]
+        model was trained to write."""
+        return self._lay_out(messages, str, {"tools": tools})[0]
 
     def _render(self, messages: list[Message], options: Json) -> str:
         """The template's text, with stand-ins in the messages. UserError if the template has no
@@ -182,9 +160,16 @@ class ChatTemplate:
         and what is wrong. form: makes what the template gets as a content."""
         messages = [turn | {"content": form(turn["content"])} for turn in turns]
         for message in messages:
-            thoughts = message.pop("reasoning_content", None)
-            message |= {name: thoughts for name in THOUGHTS if thoughts and name in self.source}
-        values = {**self.vocabulary.named, "documents": None, **options, "messages": messages}
+            if "reasoning_content" in message:
+                thoughts = message.pop("reasoning_content")
+                message |= {name: thoughts for name in THOUGHTS if name in self.source}
+        values = {
+            **self.vocabulary.named,
+            "documents": None,
+            "tools": None,
+            **options,
+            "messages": messages,
+        }
         return render(self.source, values, self._letters)
 
 

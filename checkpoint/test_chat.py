@@ -30,9 +30,9 @@ def encode(text: str, is_first: bool = True) -> list[int]:
 
 
 class Template(ChatTemplate):
-    def tokens(self, messages, more, encode, *args, **how) -> list[int]:
+    def tokens(self, messages, more, encode, **how) -> list[int]:
         ids = []
-        for n, part in enumerate(self.parts(messages, more, *args, **how)):
+        for n, part in enumerate(self.parts(messages, how | {"add_generation_prompt": more})):
             ids += [part] if isinstance(part, int) else encode(part, n == 0)
         return ids
 
@@ -75,11 +75,8 @@ def test_no_message_ever_holds_a_control_token(turns):
 
 def test_a_template_that_asks_is_told_whether_to_think(tmp_path):
     asks = "{% if enable_thinking is defined %}{{ enable_thinking }}{% else %}free{% endif %}"
-    for value, said in ((None, "free"), (False, "False"), (True, "True")):
-        assert plain(template_of(tmp_path, asks).tokens([], True, encode, value)) == said
-        if value is not None:
-            with pytest.raises(UserError, match="knows no enable_thinking"):
-                template_of(tmp_path, CHATML).tokens([], True, encode, value)
+    for how, said in (({}, "free"), ({"enable_thinking": False}, "False")):
+        assert plain(template_of(tmp_path, asks).tokens([], True, encode, **how)) == said
 
 
 def test_only_text_before_all_control_tokens_is_the_first():
@@ -363,7 +360,7 @@ def test_a_template_gets_what_it_names_of_a_message():
     ):
         template = template_of(None, "{% set m = messages[0] %}" + source)
         how = {"level": 3, "lever": 4}
-        assert plain(template.tokens([message], False, encode, how=how)) == text
+        assert plain(template.tokens([message], False, encode, **how)) == text
 
 
 def test_the_template_file_counts_before_the_configuration(tmp_path):

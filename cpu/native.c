@@ -23,10 +23,10 @@ INLINE vec exponential(vec x) {
 // The largest of n numbers. Four registers do not wait for each other.
 static float largest(const float *x, long n) {
     vec most[4] = { each(-INFINITY), each(-INFINITY), each(-INFINITY), each(-INFINITY) };
-    for (long i = 0; i < n; i += 4 * LANES) UNROLL for (int c = 0; c < 4; c++) {
-        vec v = load_some(x + i + c * LANES, n - i - c * LANES, -INFINITY);
-        most[c] = larger(most[c], v);
-    }
+    long i = 0;
+    for (; i + 4 * LANES <= n; i += 4 * LANES) UNROLL for (int c = 0; c < 4; c++)
+        most[c] = larger(most[c], load_f32(x + i + c * LANES));
+    for (; i < n; i += LANES) most[0] = larger(most[0], load_some(x + i, n - i, -INFINITY));
     float all = -INFINITY;
     for (int i = 0; i < 4 * LANES; i++) {
         float one = most[i / LANES][i % LANES];
@@ -240,6 +240,13 @@ static const float *fetch(const Vectors *at, long vector, long n, long D, float 
     return room;
 }
 
+// GCC would read a register's numbers again for each of two rows of x.
+#ifdef __AVX2__
+#define READ_ONCE(x) __asm__("" : "+v"(x))
+#else
+#define READ_ONCE(x)
+#endif
+
 // p = q · k of n keys. q, k: `wide` numbers each.
 static void scores(const float *q, const float *k, float *p, long n, long wide) {
     long j = 0;
@@ -257,25 +264,33 @@ static void scores(const float *q, const float *k, float *p, long n, long wide) 
     }
 }
 
-// The same to the bit, of the 16 keys of each of P panels: [P, D, WIDE] -> [P, WIDE]. What is a
-// lane of s there is here a sum of its own, for all keys of a register; lanes are added in the
-// order of `sum`, two as soon as there are two.
-INLINE void scores_of_panels(const float *q, const float *k, float *p, int P, long D) {
+// The same to the bit, of some rows of q, [TOGETHER, D], and P · WIDE keys of a panel, [D, KEYS]
+// -> p, whose rows are `apart`. What is a lane of s there is here a sum of its own, for all keys of
+// a register; lanes are added in the order of `sum`, two as soon as there are two.
+enum { KEYS = 4 * WIDE, TOGETHER = LANES == 8 ? 2 : 4 };
+INLINE void scores_of_panel(const float *q, const float *k, float *p, long apart, int P, long D) {
     enum { LEVELS = LANES == 16 ? 4 : LANES == 8 ? 3 : 2 };
     for (int v = 0; v < VECS; v++) {
-        vec waiting[LEVELS + 1][4];                 // sums of 1, 2, 4, … lanes
+        vec waiting[LEVELS + 1][TOGETHER][4];       // sums of 1, 2, 4, … lanes
         _Pragma("GCC unroll 16") for (int i = 0; i < LANES; i++) {
             int lane = LANES == 16 ? i % 2 * 8 + i / 2 % 2 * 4 + i / 4
                 : LANES == 8 ? i % 2 * 4 + i / 2 : i;
             int level = 0;
-            vec s[4] = {{0}};
-            for (long d = lane; d < D; d += LANES) UNROLL for (int c = 0; c < P; c++)
-                s[c] = fused(each(q[d]), load_f32(k + (c * D + d) * WIDE + v * LANES), s[c]);
+            vec s[TOGETHER][4] = {0};
+            for (long d = lane; d < D; d += LANES) UNROLL for (int c = 0; c < P; c++) {
+                vec key = load_f32(k + d * KEYS + c * WIDE + v * LANES);
+                READ_ONCE(key);
+                UNROLL for (int t = 0; t < TOGETHER; t++)
+                    s[t][c] = fused(each(q[t * D + d]), key, s[t][c]);
+            }
             UNROLL for (; i >> level & 1; level++)
-                UNROLL for (int c = 0; c < P; c++) s[c] += waiting[level][c];
-            UNROLL for (int c = 0; c < P; c++) waiting[level][c] = s[c];
+                UNROLL for (int t = 0; t < TOGETHER; t++)
+                    UNROLL for (int c = 0; c < P; c++) s[t][c] += waiting[level][t][c];
+            UNROLL for (int t = 0; t < TOGETHER; t++)
+                UNROLL for (int c = 0; c < P; c++) waiting[level][t][c] = s[t][c];
         }
-        for (int c = 0; c < P; c++) *(vec *)(p + c * WIDE + v * LANES) = waiting[LEVELS][c];
+        for (int t = 0; t < TOGETHER; t++) for (int c = 0; c < P; c++)
+            *(vec *)(p + t * apart + c * WIDE + v * LANES) = waiting[LEVELS][t][c];
     }
 }
 
@@ -299,9 +314,10 @@ static void blend(const float *p, const float *v, float *out, long n, long wide)
 static __attribute__((noinline)) float exponentials(float *p, long n) {
     float most = largest(p, n);
     vec all = {0};
-    for (long j = 0; j < n; j += LANES) {
-        vec e = exponential(load_some(p + j, n - j, 0) - most);
-        store_some(p + j, e, n - j);
+    long j = 0;
+    for (; j + LANES <= n; j += LANES) all += *(vec *)(p + j) = exponential(load_f32(p + j) - most);
+    if (j < n) {
+        store_some(p + j, exponential(load_some(p + j, n - j, 0) - most), n - j);
         all += load_some(p + j, n - j, 0);
     }
     return sum(all);
@@ -384,16 +400,17 @@ static void few_look_back(const Layout *a, const Past *past, long t, long start,
 // of queries, with panels made of keys and of values, once.
 static void many_look_back(const Layout *a, const Past *past, long t, long start, long n) {
     long G = a->G, D = a->D, R = a->R, tokens = R < QUERIES ? QUERIES / R : 1;
-    long M = start + n, keys_wide = parts(M, WIDE) * WIDE, wide = parts(D, WIDE) * WIDE;
+    long M = start + n, keys_wide = parts(M, KEYS) * KEYS, wide = parts(D, WIDE) * WIDE;
     long vecs = parts(D, LANES) * LANES, pieces = parts(M, STRETCH);
-    float *keys = allocate(G * keys_wide * D * sizeof *keys);  // [G, keys / WIDE, D, WIDE]
+    float *keys = allocate(G * keys_wide * D * sizeof *keys);  // [G, panels, D, KEYS]
     float *values = allocate(G * M * wide * sizeof *values);   // [G, D / WIDE, M, WIDE]
     #pragma omp parallel if (M * D * G > 1 << 13)
     {
-        long numbers = tokens * R * (D + keys_wide + wide + 1) + STRETCH * vecs;
+        long most = parts(tokens * R, TOGETHER) * TOGETHER;     // rows; some may be nobody's
+        long numbers = most * (D + keys_wide + wide + 1) + STRETCH * vecs;
         float *own = allocate(numbers * sizeof *own), *p = own + STRETCH * vecs;
-        float *sums = p + tokens * R * keys_wide, *q = sums + tokens * R * wide;
-        float *all = q + tokens * R * D;
+        float *sums = p + most * keys_wide, *q = sums + most * wide, *all = q + most * D;
+        memset(q, 0, most * D * sizeof *q);
         #pragma omp for collapse(2)
         for (long g = 0; g < G; g++) for (long piece = 0; piece < pieces; piece++) {
             long end = least(M, (piece + 1) * STRETCH);
@@ -402,8 +419,8 @@ static void many_look_back(const Layout *a, const Past *past, long t, long start
                 long vector = vector_of(past, j, g);
                 const float *x = fetch(&past->keys, vector, some, D, own);
                 for (long i = j; i < j + some; i++, x += vecs) {
-                    float *k = keys + g * keys_wide * D + i / WIDE * D * WIDE + i % WIDE;
-                    for (long d = 0; d < D; d++) k[d * WIDE] = x[d];
+                    float *k = keys + g * keys_wide * D + i / KEYS * D * KEYS + i % KEYS;
+                    for (long d = 0; d < D; d++) k[d * KEYS] = x[d];
                 }
                 x = fetch(&past->values, vector, some, D, own);
                 for (long i = j; i < j + some; i++, x += vecs) {
@@ -420,14 +437,13 @@ static void many_look_back(const Layout *a, const Past *past, long t, long start
             Rows weights = { .x = (char *)p, .K = seen, .row = 4 * keys_wide, .bytes = 4 };
             for (long i = 0; i < rows; i++) query(a, t + first, i, g, q + i * D, D);
             for (long j = 0, some; j < seen; j += some * WIDE) {
-                const float *k = keys + (g * keys_wide + j) * D;
-                some = seen - j > 3 * WIDE ? 4 : seen - j > WIDE ? 2 : 1;
-                for (long i = 0; i < rows; i++) {
-                    const float *row = q + i * D;
+                const float *k = keys + g * keys_wide * D + j / KEYS * KEYS * D + j % KEYS;
+                some = seen - j > KEYS - WIDE ? 4 : 1;
+                for (long i = 0; i < rows; i += TOGETHER) {
+                    const float *some_rows = q + i * D;
                     float *to = p + i * keys_wide + j;
-                    if (some == 4) scores_of_panels(row, k, to, 4, D);
-                    else if (some == 2) scores_of_panels(row, k, to, 2, D);
-                    else scores_of_panels(row, k, to, 1, D);
+                    if (some == 4) scores_of_panel(some_rows, k, to, keys_wide, 4, D);
+                    else scores_of_panel(some_rows, k, to, keys_wide, 1, D);
                 }
             }
             for (long i = 0; i < rows; i++) {

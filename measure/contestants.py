@@ -47,11 +47,16 @@ ROOM = 2048  # tokens that a text may have
 
 
 class Made(NamedTuple):
-    """Texts that were made together: the first one's tokens, and seconds."""
+    """Texts that were made together: each one's new tokens, and seconds."""
 
-    tokens: list[int]
-    first: float  # until the first token
+    texts: list[list[int]]
+    first: float  # until the first one's first token
     total: float
+
+    @property
+    def tokens(self) -> list[int]:
+        """The first one's."""
+        return self.texts[0]
 
     @property
     def tokens_per_second(self) -> float:
@@ -63,7 +68,7 @@ class Contestant(NamedTuple):
     """This project, or a peer."""
 
     name: str
-    make: Callable[[Prompts, int], Made]  # prompts of one length, and how many tokens each gets
+    make: Callable[[Prompts, int], Made]  # of prompts, and how many tokens each gets
     logits: Callable[[Sequence[int]], Tensor]  # of each token of a text: [T, V]
     bytes: int = 0  # of weights that a token reads; 0 for a peer
 
@@ -84,7 +89,7 @@ def ours(target: str | Path, bits: Kind = 16) -> Contestant:
         settings = Settings(temperature=0.0, seed=0, max_tokens=count)
         requests = [Request(prompt, settings) for prompt in prompts]
         served = serve(engine_for(model, None, requests), requests)
-        return Made(served.texts[0], served.first_token[0], served.seconds)
+        return Made(served.texts, served.first_token[0], served.seconds)
 
     def logits(tokens: Sequence[int]) -> Tensor:
         return model.llama(torch.tensor(tokens))
@@ -109,22 +114,26 @@ def transformers(target: str, dtype: str) -> Contestant:
 
 
 def transformers_text(model: Any, prompts: Prompts, count: int) -> Made:
-    """Texts by transformers' `generate`."""
-    tokens = torch.tensor(prompts, device=model.device)
+    """Texts by transformers' `generate`, in one batch that is padded on the left."""
+    longest = max(map(len, prompts))
+    tokens = torch.zeros(len(prompts), longest, dtype=torch.int64, device=model.device)
+    mask = torch.zeros_like(tokens)
+    for row, prompt in enumerate(prompts):
+        tokens[row, longest - len(prompt) :] = torch.tensor(prompt)
+        mask[row, longest - len(prompt) :] = 1
     times: list[float] = []  # when it gets the prompt, and each token
     streamer = SimpleNamespace(
         put=lambda value: times.append(time.perf_counter()), end=lambda: None
     )
     texts = model.generate(
         tokens,
-        attention_mask=torch.ones_like(tokens),
+        attention_mask=mask,
         max_new_tokens=count,
         do_sample=False,
         pad_token_id=0,
         streamer=streamer,
     )
-    new_tokens = texts[0, len(prompts[0]) :].tolist()
-    return Made(new_tokens, times[1] - times[0], times[-1] - times[0])
+    return Made(texts[:, longest:].tolist(), times[1] - times[0], times[-1] - times[0])
 
 
 # ---- OpenVINO ------------------------------------------------------------------------------------
@@ -184,7 +193,7 @@ def openvino(target: str, width: str) -> Contestant:
         results = pipeline.generate(inputs, [settings] * len(inputs))
         total = time.perf_counter() - start
         first = results[0].perf_metrics.get_ttft().mean / 1000  # milliseconds
-        return Made(list(results[0].m_generation_ids[0]), first, total)
+        return Made([list(result.m_generation_ids[0]) for result in results], first, total)
 
     def logits(tokens: Sequence[int]) -> Tensor:
         model = Core().compile_model(f"{scratch.name}/openvino_model.xml", "CPU", properties)
@@ -221,7 +230,7 @@ def llama_cpp(gguf: str) -> Contestant:
     def context(count: int) -> Any:
         """For `count` texts at once."""
         settings = lib.llama_context_default_params()
-        settings.n_ctx = max(ROOM, 128 * count)
+        settings.n_ctx = max(ROOM, 512 * count)
         settings.n_batch = ROOM
         settings.n_seq_max = count
         settings.kv_unified = False  # a text attends to its own keys
@@ -260,18 +269,19 @@ def llama_cpp(gguf: str) -> Contestant:
         return read(len(prompts), entries)
 
     def make(prompts: Prompts, count: int) -> Made:
-        tokens = []
+        steps = []  # each one's new tokens
         times = []
         start = time.perf_counter()
         logits = begin(prompts)
-        for position in range(len(prompts[0]), len(prompts[0]) + count):
-            new = logits.argmax(-1).tolist()
-            tokens.append(new[0])
+        for i in range(count):
+            steps.append(logits.argmax(-1).tolist())
             times.append(time.perf_counter() - start)
-            if len(tokens) < count:
-                entries = [(text, position, token, True) for text, token in enumerate(new)]
+            if i + 1 < count:
+                entries = []
+                for text, token in enumerate(steps[-1]):
+                    entries.append((text, len(prompts[text]) + i, token, True))
                 logits = read(len(prompts), entries)
-        return Made(tokens, times[0], times[-1])
+        return Made([list(text) for text in zip(*steps)], times[0], times[-1])
 
     make.quiet = quiet  # the library holds no reference to it, and calls it to the end
     logits = partial(begin, all_logits=True)

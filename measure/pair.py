@@ -1,15 +1,16 @@
-"""The embedded pair: what each technique gains and costs on this machine.
+"""What each technique gains and costs on this machine.
 
     stack     the techniques one added to the other, served by the production engine
-    bits      bytes and perplexity in fewer bits
+    bits      bytes and perplexity of the embedded model in fewer bits
 
 A claim of speed is a ratio of two measurements made in one run, in turns; the figure is the median
 over the turns. A machine that is slow for a minute is slow for both.
 
-Invariant: within a turn every row serves the same requests, each row with a new engine.
+Invariant: within a turn the rows that are compared serve the same requests, each with a new engine.
 """
 
 import io
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from functools import partial
 from statistics import median
@@ -19,11 +20,14 @@ import torch
 
 from checkpoint.weights import weight_bytes
 from generate import Engine
-from loading import Draft, Model, load_draft
+from loading import Model, load_draft
+from lookup import History
 from measure.clock import in_turns, ratio
 from measure.serving import Served, log_spread, serve
 from measure.sizes import BEGINNING, SENTENCES, Sizes
+from measure.steps import Rows, label
 from model import Llama
+from quant import widths
 from request import Request, Settings
 from settings import Options
 from train.distill import sample_corpus
@@ -32,80 +36,79 @@ from train.perplexity import recipes, table
 Row = dict[str, Any]
 
 
-class StackRow(NamedTuple):
-    """A row of the combined table: the technique that it adds, and the settings of all so far."""
+class Technique(NamedTuple):
+    """What a row of the combined table adds, and the settings of all so far."""
 
     name: str
     engine: dict[str, Any]
-    max_batch: int = 1
     bits: int = 16
     draft: bool = False
+    max_batch: int = 1
 
 
-ALONE = {"kv": "contiguous"}
-ALONE_INT8 = {"kv": "contiguous", "kv_bits": "8"}
-BATCH = {"kv_bits": "8"}
-BATCH_UNSHARED = {**BATCH, "prefix_caching": False}
-STACK = (
-    StackRow("one at a time, no cache", {"use_cache": False}),
-    StackRow("+ KV cache", ALONE),
-    StackRow("+ INT8 keys and values", ALONE_INT8),
-    StackRow("+ speculation (tiny-draft)", ALONE_INT8, draft=True),
-    StackRow("+ paged, continuous batching", BATCH_UNSHARED, 16, draft=True),
-    StackRow("+ INT4 weights", BATCH_UNSHARED, 16, bits=4, draft=True),
-    StackRow("+ prefix sharing: all", BATCH, 16, bits=4, draft=True),
-    StackRow("all, with INT8 weights", BATCH, 16, bits=8, draft=True),
+RESERVED = {"kv": "contiguous"}
+UNSHARED = {"prefix_caching": False}
+NUM_RESERVED = 2  # of MAX_LEN tokens each: what batches have as memory for keys and values
+MAX_LEN = 1024
+ONE = (
+    Technique("one request, no cache", {"use_cache": False}),
+    Technique("+ KV cache", RESERVED),
+    Technique("+ INT8 weights", RESERVED, 8),
+    Technique("+ INT4 weights", RESERVED, 4),
+    Technique("+ drafts, by look-ups", RESERVED, 4, True),
+)
+MANY = (
+    Technique("many requests, one at a time", RESERVED, 4),
+    Technique("+ batching", RESERVED, 4, max_batch=NUM_RESERVED),
+    Technique("+ paging", UNSHARED, 4, max_batch=16),
+    Technique("+ prefix sharing", {}, 4, max_batch=16),
+    Technique("+ INT8 keys and values", {"kv_bits": "8"}, 4, max_batch=16),
 )
 
 
-def stack(sizes: Sizes) -> list[Row]:
-    """The combined table. All rows serve, in turns, the same requests, at temperature 0."""
-    models = {bits: Model.load("tiny", "cpu", torch.float32, bits) for bits in (16, 8, 4)}
-    drafts = {bits: load_draft("tiny-draft", model) for bits, model in models.items()}
-    runs = []
-    for row in STACK:
-        runs.append(partial(serve_row, row, models[row.bits], drafts[row.bits], sizes))
-    columns = in_turns(runs, sizes.turns)
-    first = columns[0]
-    rows: list[Row] = []
-    for technique, served in zip(STACK, columns):
-        speeds = [one.tokens_per_second for one in served]
-        speed_up = ratio(speeds, [one.tokens_per_second for one in first])
-        weights = weight_bytes(models[technique.bits].llama)
-        if technique.draft:
-            weights += weight_bytes(drafts[technique.bits].models[0])
-        in_flight = min(technique.max_batch, sizes.num_requests)
-        cache_bytes = max(one.cache_bytes for one in served)
-        row = {
-            "name": technique.name,
-            "tokens_per_second": median(speeds),
-            "first_token": median(median(one.first_token) for one in served),
-            "cache_bytes": cache_bytes,
-            "text_bytes": cache_bytes / in_flight,
-            "weight_bytes": weights,
-            "speed_up": speed_up,
-            "gain": speed_up / rows[-1]["speed_up"] if rows else None,
-            "same_texts": sum(a == b for a, b in zip(served[0].texts, first[0].texts)),
-            "texts": sizes.num_requests,
-        }
-        rows.append(row)
+def stack(sizes: Sizes, target: str = "tiny") -> Rows:
+    """The combined table, at temperature 0: one request, then many that arrive at once and begin
+    alike. Each row is compared with the one before it, which serves the same requests."""
+    models = {bits: Model.load(target, "cpu", torch.float32, bits) for bits in (16, 8, 4)}
+    rows: Rows = {}
+    for count, techniques in ((1, ONE), (sizes.num_requests, MANY)):
+        lengths = log_spread(sizes.num_requests, sizes.longest)[:count]
+        runs = [partial(serve_row, row, models[row.bits], lengths) for row in techniques]
+        columns = in_turns(runs, sizes.turns)
+        before = columns[0]
+        for technique, served in zip(techniques, columns):
+            speeds = [one.tokens_per_second for one in served]
+            rows[f"{label(target)}, {technique.name}"] = {
+                "target": label(target),
+                "name": technique.name,
+                "tokens_per_second": median(speeds),
+                "first_token": median(median(one.first_token) for one in served),
+                "cache_bytes": max(one.cache_bytes for one in served),
+                "weight_bytes": weight_bytes(models[technique.bits].llama),
+                "speed_up": ratio(speeds, [one.tokens_per_second for one in columns[0]]),
+                "gain": ratio(speeds, [one.tokens_per_second for one in before]),
+                "same_texts": sum(a == b for a, b in zip(served[0].texts, before[0].texts)),
+                "texts": count,
+            }
+            before = served
     return rows
 
 
-def serve_row(technique: StackRow, model: Model, draft: Draft, sizes: Sizes) -> Served:
-    """Serve a row's requests."""
-    max_len = model.llama.config.max_position_embeddings
+def serve_row(technique: Technique, model: Model, lengths: Sequence[int]) -> Served:
+    """Serve a row's requests, which are to get so many tokens each."""
     requests = []
-    for sentence, count in zip(SENTENCES, log_spread(sizes.num_requests, sizes.longest)):
+    for sentence, count in zip(SENTENCES, lengths):
         settings = Settings(temperature=0.0, seed=0, max_tokens=count)
-        requests.append(Request(model.encode(BEGINNING + sentence), settings))
-    batch = technique.max_batch
-    engine = Engine(
-        model,
-        draft if technique.draft else None,
-        Options(max_len=max_len, max_batch=batch, **technique.engine),
-    )
-    return serve(engine, requests)
+        prompt = f"Correct the mistakes: {BEGINNING}{sentence}"
+        requests.append(Request(model.encode(prompt), settings))
+    llama = model.llama
+    max_len = min(MAX_LEN, llama.config.max_position_embeddings)
+    options = Options(max_len=max_len, max_batch=technique.max_batch, **technique.engine)
+    memory = llama.kv_spec().bytes(NUM_RESERVED * max_len)
+    tokens = llama.kv_spec(widths(options.kv_bits)).tokens_in(memory)
+    model.history = History()
+    draft = load_draft("ngram", model) if technique.draft else None
+    return serve(Engine(model, draft, options, tokens), requests)
 
 
 # ---- Fewer bits ----------------------------------------------------------------------------------

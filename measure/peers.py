@@ -99,6 +99,15 @@ def our_widths(target: str) -> list[Contestant]:
     return list({one.name: one for one in widths}.values())  # the first two may be alike
 
 
+def rivals_of(name: str, target: str, gguf: str | None) -> list[Contestant]:
+    """The peer in each of its widths."""
+    if name == "openvino":
+        return [openvino(target, width) for width in OPENVINO]
+    if gguf is not None:
+        return [llama_cpp(gguf)]
+    return [transformers(target, dtype) for dtype in transformers_dtypes()]
+
+
 def transformers_dtypes() -> list[str]:
     """float32, and bfloat16 if it may be faster: that depends on the work."""
     if has_bfloat16():
@@ -118,12 +127,8 @@ def against(name: str, target: str, gguf: str | None, sizes: Sizes) -> Rows:
     tokenizer = Tokenizer.load(find_folder(target))
     openings = [tokenizer.prompt(opening) for opening in sizes.openings]
     widths = our_widths(target)
-    if name == "openvino":
-        rivals = [openvino(target, width) for width in OPENVINO]
-    elif gguf is None:
-        rivals = [transformers(target, dtype) for dtype in transformers_dtypes()]
-    else:
-        rivals = [llama_cpp(gguf)]
+    rivals = rivals_of(name, target, gguf)
+    if gguf is not None:
         widths.append(ours(gguf)._replace(name=f"GGUF {stored_width(gguf)}"))
     everyone = [*rivals, *widths]
     for one in everyone:

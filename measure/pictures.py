@@ -6,12 +6,11 @@ and dark pages.
 Invariant: the same results give the same picture, to the byte.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from html import escape
 from typing import NamedTuple
 
-from measure.report import Results, fill_template, rows_of
+from measure.report import SAME_WIDTH, Results, fill_template, rows_of
 
 INK = "#1f2328"
 FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
@@ -34,11 +33,11 @@ class Picture(NamedTuple):
 
 PICTURES = {
     "stack": Picture(
-        "{texts} requests: one technique added to the other (logarithmic)",
+        "{target}: one technique added to the other",
         "{name}",
-        "{speed_up:ratio} · {tokens_per_second:.0f} tokens/s · weights {weight_bytes:bytes} · "
-        "cache {cache_bytes:bytes}",
-        lambda row: math.log(max(1.0, row["speed_up"])),
+        "{tokens_per_second:.0f} tokens/s · {gain:ratio} · weights {weight_bytes:bytes} · KV cache "
+        "{cache_bytes:bytes}",
+        lambda row: row["tokens_per_second"],
     ),
     "drafts": Picture(
         "Speculation, {target}, temperature 1: times as fast as plain decoding",
@@ -53,11 +52,18 @@ PICTURES = {
         "{loss:+.2%} · {bytes:bytes}",
         lambda row: max(0.0, row["loss"]),
     ),
+    "invariance": Picture(
+        "{target}: requests whose output changes in batches of 1, 4 and 16 (temperature 0)",
+        "{program}",
+        "{varying} of {requests}",
+        lambda row: row["varying"] / row["requests"],
+    ),
     "peers": Picture(
-        "One text: times as fast as another program",
-        "{ours}, {target}",
+        "{target}, one text: times as fast as another program",
+        "{ours}",
         "{ratio:ratio} of {peer} · {tokens_per_second:.0f} tokens/s",
         lambda row: row["ratio"],
+        lambda row: (row["ours"], row["peer"]) in SAME_WIDTH,
     ),
 }
 
@@ -92,10 +98,11 @@ def draw(picture: Picture, rows: Sequence[Results]) -> str:
 
 
 def draw_all(results: Results) -> dict[str, str]:
-    """The pictures for which these results have measurements."""
+    """The pictures for which these results have measurements, each of the first model measured."""
     pictures = {}
     for name, picture in PICTURES.items():
         rows = [row for row in rows_of(results, name) if picture.is_drawn(row)]
         if rows:
-            pictures[name] = draw(picture, rows)
+            first = rows[0].get("target")
+            pictures[name] = draw(picture, [row for row in rows if row.get("target") == first])
     return pictures

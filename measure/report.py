@@ -4,6 +4,7 @@ A document names a file of results and some of its tables; `python bench.py --re
 tables from that file alone (no names: all tables).
 
     <!-- figures of results/NAME.json: stack drafts -->  …  <!-- end of figures -->
+    <!-- machines -->  …  <!-- end of machines -->    a row for each file of results
 
 Invariant: no figure is written by hand.
 """
@@ -21,6 +22,7 @@ MARKED = re.compile(
     r"(<!-- figures of (?P<results>\S+?)(?:: ([\w ]+))? -->\n).*?(<!-- end of figures -->)",
     re.DOTALL,
 )
+MACHINES = re.compile("(<!-- machines -->\n).*?(<!-- end of machines -->)", re.DOTALL)
 
 
 class Section(NamedTuple):
@@ -43,6 +45,7 @@ FORMATTERS = {
     "bytes": format_bytes,
     "seconds": lambda seconds: f"{1e3 * seconds:.4g} ms",
     "ratio": lambda ratio: f"{ratio:.3g}x",
+    "rate": lambda seconds: f"{1 / seconds:,.0f}",
 }
 
 
@@ -84,18 +87,19 @@ class Table(NamedTuple):
 
 TABLES = {
     "stack": Table(
-        "Everything together: {texts} requests that arrive at once and begin alike, temperature 0, "
-        "float32",
+        "One technique added to the other, temperature 0: one request, then many that arrive at "
+        "once and begin alike",
         {
+            "model": "{target}",
+            "requests": "{texts}",
             "": "{name}",
             "tokens/s": "{tokens_per_second:.0f}",
             "time to first token": "{first_token:seconds}",
             "KV cache": "{cache_bytes:bytes}",
-            "of a text": "{text_bytes:bytes}",
             "weights": "{weight_bytes:bytes}",
             "times the row before": "{gain:ratio}",
             "times the first": "{speed_up:ratio}",
-            "same texts": "{same_texts} of {texts}",
+            "texts of the row before": "{same_texts} of {texts}",
         },
     ),
     "drafts": Table(
@@ -147,6 +151,16 @@ TABLES = {
             "first mask": "{first_mask:seconds}",
         },
     ),
+    "invariance": Table(
+        "The same request alone, among 4 and among 16, temperature 0",
+        {
+            "model": "{target}",
+            "program": "{program}",
+            "requests": "{requests}",
+            "with more than one output": "{varying}",
+            "outputs in all": "{outputs}",
+        },
+    ),
     "peers": Table(
         "Against others: the same model and prompts, in turns. Prompt of N: their time to the "
         "first token over ours; sixteen texts: the ratio of tokens a second, all together; empty: "
@@ -166,6 +180,23 @@ TABLES = {
     ),
 }
 
+A_MACHINE = Table(
+    "Every machine: tokens per second of tiny in INT8, for one request and with everything for 16; "
+    "the time of a prompt of 512; the best gain by tiny-draft; SmolLM2 in INT8 beside llama.cpp "
+    "q8_0; empty: not measured",
+    {
+        "machine": "{machine}",
+        "instructions": "{instructions}",
+        "threads": "{threads}",
+        "memory": "{read_bandwidth:bytes}/s",
+        "one request": "{rows1_seconds:rate}",
+        "16 requests": "{tokens_per_second:,.0f}",
+        "prompt": "{prompt512_seconds:seconds}",
+        "drafts": "{best:ratio}",
+        "beside llama.cpp": "{ratio:ratio}",
+        "last run": "{date}",
+    },
+)
 IN_BRIEF = Table(  # of "peers"
     "The same model and prompts, in turns, each width beside another program's. Prompt of 512: "
     "their time to the first token over ours",
@@ -187,6 +218,7 @@ SAME_WIDTH = [
     ("INT8", "OpenVINO int8"),
     ("INT4", "llama.cpp q4_0"),
     ("INT4, groups of 32", "llama.cpp q4_0"),
+    ("INT4, groups of 32", "llama.cpp q4_1"),
     ("INT4", "OpenVINO int4"),
     ("INT4, groups of 32", "OpenVINO int4"),
 ]
@@ -221,6 +253,19 @@ def sections(results: Results, names: Sequence[str] = ()) -> list[Section]:
     return found
 
 
+def machines(files: Sequence[Results]) -> Section:
+    """A row for each file of results: the machine, and what it has of four sections."""
+    rows = []
+    for results in files:
+        peer = results.get("peers", {}).get("smollm2, INT8, llama.cpp q8_0", {})
+        step = results.get("steps", {}).get("tiny, INT8", {})
+        together = results.get("stack", [{}])[-1]
+        drafts = [row for row in rows_of(results, "drafts") if row["draft"] == "tiny-draft"]
+        best = max((row["speed_up"] for row in drafts), default=None)
+        rows.append(results | step | together | {"ratio": peer.get("ratio"), "best": best})
+    return A_MACHINE.section(rows)
+
+
 # ---- Documents -----------------------------------------------------------------------------------
 
 
@@ -236,6 +281,11 @@ def machine_line(results: Results) -> str:
         f"torch {results['torch']}, {results['date']}; bandwidth of its "
         f"last run: {results['read_bandwidth'] / 1e9:.3g} GB/s"
     )
+
+
+def with_machines(document: str, files: Sequence[Results]) -> str:
+    """The document with its table of machines made anew from all results."""
+    return MACHINES.sub(lambda found: found[1] + markdown(machines(files)) + found[2], document)
 
 
 def with_tables(document: str, load: Callable[[Path], Results]) -> str:

@@ -1,6 +1,7 @@
 """The command: everything runs, only numbers are stored, and a mistake is one line."""
 
 import json
+import platform
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -38,15 +39,19 @@ def test_every_section_has_a_table_and_no_name_of_this_machine(quick):
 
 @pytest.mark.slow
 def test_the_combined_table_is_cumulative_and_exact_rows_say_the_same(quick):
-    rows = quick["stack"]
-    assert [row["name"] for row in rows] == [technique.name for technique in pair.STACK]
-    assert rows[1]["same_texts"] == rows[0]["texts"]  # a cache changes nothing
-    assert rows[1]["speed_up"] > 1.2
-    assert rows[0]["cache_bytes"] == 0
-    assert rows[1]["cache_bytes"] == 2 * 8 * 2 * 64 * 4 * 1024
-    assert rows[2]["cache_bytes"] < 0.27 * rows[1]["cache_bytes"]
-    assert rows[4]["cache_bytes"] < rows[3]["cache_bytes"]
-    assert rows[5]["weight_bytes"] < 0.4 * rows[4]["weight_bytes"]
+    rows = list(quick["stack"].values())
+    none, cache, int8, int4, drafts, alone, batch, paged, shared, small = rows
+    assert [row["name"] for row in rows] == [row.name for row in (*pair.ONE, *pair.MANY)]
+    for row in cache, drafts, batch, paged, shared:  # these techniques change no text
+        assert row["same_texts"] == row["texts"]
+    assert cache["speed_up"] > 1.2
+    assert none["cache_bytes"] == 0
+    assert cache["cache_bytes"] == alone["cache_bytes"] == 2 * 8 * 2 * 64 * 4 * 1024
+    assert batch["cache_bytes"] == 2 * alone["cache_bytes"] > paged["cache_bytes"]
+    assert shared["cache_bytes"] < paged["cache_bytes"]
+    assert small["cache_bytes"] < 0.27 * shared["cache_bytes"]
+    assert int8["weight_bytes"] < 0.6 * cache["weight_bytes"]
+    assert int4["weight_bytes"] < 0.8 * int8["weight_bytes"]
 
 
 LIMITS = {  # of 16 bits' perplexity, what fewer bits add: at least, at most
@@ -80,14 +85,15 @@ def test_fewer_bits_cost_little():
 
 def test_what_was_measured_before_stays(tmp_path, monkeypatch):
     out = tmp_path / "one.json"
-    out.write_text('{"stack": [1], "steps": {"old": 1, "new": 2}, "waste": [2]}')
+    out.write_text('{"stack": [1], "steps": {"old": 1, "new": 2}, "bits": [2]}')
     row = {"target": "tiny", "width": "INT8"}
+    monkeypatch.setattr(bench.pair, "stack", lambda *arguments: {"tiny": row})
     monkeypatch.setattr(bench.steps, "steps", lambda *arguments: {"new": row})
     monkeypatch.setattr(bench.steps, "grammar_costs", lambda *arguments: {})
     assert bench.main(["--target", "tiny", "--out", str(out)]) == 0
     stored = json.loads(out.read_text())
     assert stored["steps"] == {"old": 1, "new": row}
-    assert stored["stack"] == [1] and stored["waste"] == [2] and stored["machine"]
+    assert stored["stack"] == {"tiny": row} and stored["bits"] == [2] and stored["machine"]
 
 
 @pytest.mark.slow
@@ -107,6 +113,21 @@ def test_documents_are_made_of_the_results_that_they_name(tmp_path, monkeypatch,
     assert all(quick["machine"] in text and "outdated" not in text for text in texts)
 
 
+def test_what_is_shared_is_of_this_machine_and_names_no_host(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "m.json"
+    monkeypatch.setattr(bench, "results_file", lambda: path)
+    monkeypatch.setattr(bench, "write_documents", lambda: path.with_suffix(".md").touch())
+    for stored, told in (
+        ("{}", "run bench.py first"),
+        (json.dumps({"steps": {platform.node(): 1}}), f"contains {platform.node()}"),
+        ('{"steps": {"tiny": 1}}', f"send a pull request with {path}"),
+    ):
+        assert not path.with_suffix(".md").exists()
+        path.write_text(stored)
+        bench.main(["--share"])
+        assert told in capsys.readouterr().err
+
+
 def test_mistakes_are_one_line_and_told_before_anything_is_measured(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(bench, "measure_pair", lambda sizes: pytest.fail("measured first"))
@@ -122,6 +143,7 @@ def test_mistakes_are_one_line_and_told_before_anything_is_measured(tmp_path, ca
         --out {tmp}/no/x → cannot be written
         --out {tmp}/deep.json → is not JSON
         --out {tmp}/list.json → does not hold results
+        --share --quick → --quick has no effect with --share
         --readme --quick → --quick has no effect
         --draft ngram --draft-bits 8 --quick → draft_bits is 8
         --draft ngram --prompts no-file --quick → --prompts no-file is missing

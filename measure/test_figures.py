@@ -23,6 +23,7 @@ from measure import (
     drafts,
     gpu_cases,
     gpu_peers,
+    invariance,
     pair,
     peers,
     profiler,
@@ -297,6 +298,18 @@ def test_peers(time, monkeypatch, tmp_path):
     assert rows["model, float32, transformers bfloat16"] == row | halves
 
 
+def test_a_batch_of_transformers_is_padded_on_the_left():
+    def generate(tokens, attention_mask, streamer, **options):
+        assert tokens.tolist() == [[1, 2, 3], [0, 0, 4]]
+        assert attention_mask.tolist() == [[1, 1, 1], [0, 0, 1]]
+        for _ in range(3):
+            streamer.put(None)
+        return torch.cat((tokens, tokens[:, -1:] + 1, tokens[:, -1:] + 2), 1)
+
+    model = SimpleNamespace(generate=generate, device="cpu")
+    assert contestants.transformers_text(model, [[1, 2, 3], [4]], 2).texts == [[4, 5], [5, 6]]
+
+
 def test_openvino_reads_each_prompt_anew_with_all_threads(time, monkeypatch):
     """A prompt's token takes a second, a new one two; its logits are of the number after it."""
     made = []
@@ -308,12 +321,15 @@ def test_openvino_reads_each_prompt_anew_with_all_threads(time, monkeypatch):
 
         def generate(inputs, settings):
             assert len(inputs) == len(settings) and settings[0].ignore_eos
-            first = sum(numbers.size for numbers in inputs)
+            first = inputs[0].size
             count = settings[0].max_new_tokens
             time.work(first + 2 * (count - 1))
             milliseconds = SimpleNamespace(mean=1000 * first)
             metrics = SimpleNamespace(get_ttft=lambda: milliseconds)
-            return [SimpleNamespace(m_generation_ids=[[5] * count], perf_metrics=metrics)]
+            return [
+                SimpleNamespace(m_generation_ids=[[n.item(-1)] * count], perf_metrics=metrics)
+                for n in inputs
+            ]
 
         return SimpleNamespace(generate=generate)
 
@@ -342,7 +358,8 @@ def test_openvino_reads_each_prompt_anew_with_all_threads(time, monkeypatch):
     for width in contestants.OPENVINO:
         peer = contestants.openvino("model", width)
         names.append(peer.name)
-        assert peer.make([[1, 2, 3], [4, 5, 6]], 4) == contestants.Made([5] * 4, 6.0, 12.0)
+        made_texts = [[3] * 4, [5] * 4]
+        assert peer.make([[1, 2, 3], [4, 5]], 4) == contestants.Made(made_texts, 3.0, 9.0)
         assert peer.logits([1, 5, 7]).argmax(-1).tolist() == [2, 6, 8]
     assert made == [("model", width) for width in contestants.OPENVINO]
     assert names == ["OpenVINO bfloat16", "OpenVINO int8", "OpenVINO int4"]
@@ -401,17 +418,22 @@ def test_llama_cpp_reads_each_prompt_anew_with_all_threads(time, monkeypatch):
     peer = contestants.llama_cpp("a-Q8_0.gguf")
     assert peer.name == "llama.cpp q8_0"
     made = [peer.make([[1, 2, 3]], 3) for _ in range(2)]
-    assert made == [contestants.Made([4, 5, 6], 3.0, 5.0)] * 2
-    assert peer.make([[1, 2, 3], [7, 8, 9]], 3) == contestants.Made([4, 5, 6], 6.0, 10.0)
+    assert made == [contestants.Made([[4, 5, 6]], 3.0, 5.0)] * 2
+    together = contestants.Made([[4, 5, 6], [9, 10, 11]], 5.0, 9.0)
+    assert peer.make([[1, 2, 3], [7, 8]], 3) == together
     assert peer.logits([1, 5, 7]).argmax(-1).tolist() == [2, 6, 8]
 
 
 def test_the_combined_table(time, monkeypatch):
-    """The first row makes 2, 4 and 1 tokens a second in its turns, the next ones 8 and 4."""
+    """One request makes 2, 4 and 1 tokens a second in the turns of the first row, and 8 in those of
+    the second; then five requests make 4, 8 and 4 a second."""
     seconds = {"a": [4.0, 2.0, 8.0], "b": [1.0] * 3, "c": [2.0] * 3}
+    seconds |= {"d": [1.0] * 3, "e": [2.0] * 3}
+    served = []
 
-    def serve_row(row, model, draft, sizes):
+    def serve_row(row, model, lengths):
         left = seconds[row.name]
+        served.append((row.name, weight_bytes(model.llama), len(lengths)))
         return Served(
             left.pop(0),
             8,
@@ -419,26 +441,51 @@ def test_the_combined_table(time, monkeypatch):
             first_token=[1.0, 2.0, 9.0 - len(left)],
             gaps=[],
             cache_bytes=10 * len(left),
-            texts=[[1], [3 if row.name == "c" else 2]],
+            texts=[[1], [3 if row.name == "b" else 2]],
         )
 
-    rows = pair.StackRow("a", {}), pair.StackRow("b", {}), pair.StackRow("c", {}, 16, 8, True)
-    monkeypatch.setattr(pair, "STACK", rows)
+    monkeypatch.setattr(pair, "ONE", (pair.Technique("a", {}), pair.Technique("b", {}, 8)))
+    monkeypatch.setattr(pair, "MANY", tuple(pair.Technique(name, {}, 8) for name in "cde"))
     monkeypatch.setattr(pair, "serve_row", serve_row)
-    first, second, third = pair.stack(Sizes(num_requests=5))
-    model = pair.Model.load("tiny", "cpu", torch.float32)
-    plain = weight_bytes(model.llama)
-    small = pair.Model.load("tiny", "cpu", torch.float32, 8)
-    (draft,) = pair.load_draft("tiny-draft", small).models
-    costs = dict(first_token=2.0, cache_bytes=20)
-    wanted = dict(name="a", tokens_per_second=2.0, speed_up=1.0)
-    wanted |= dict(text_bytes=20.0, weight_bytes=plain)
-    assert first == costs | wanted | dict(gain=None, same_texts=2, texts=5)
-    wanted |= dict(name="b", tokens_per_second=8.0, speed_up=4.0)
-    assert second == costs | wanted | dict(gain=4.0, same_texts=2, texts=5)
-    wanted = dict(name="c", tokens_per_second=4.0, text_bytes=4.0, speed_up=2.0)
-    wanted["weight_bytes"] = weight_bytes(small.llama) + weight_bytes(draft)
-    assert third == costs | wanted | dict(gain=0.5, same_texts=1, texts=5)
+    rows = pair.stack(Sizes(num_requests=5))
+    plain, small = (
+        weight_bytes(Llama.load("tiny", "cpu", torch.float32, bits=bits)) for bits in (16, 8)
+    )
+    assert served[:6] == [("a", plain, 1), ("b", small, 1)] * 3
+    assert served[6:] == [(name, small, 5) for name in "cde"] * 3
+    costs = dict(target="tiny", first_token=2.0, cache_bytes=20)
+    first = costs | dict(name="a", tokens_per_second=2.0, weight_bytes=plain, texts=1)
+    first |= dict(speed_up=1.0, gain=1.0, same_texts=2)
+    second = costs | dict(name="b", tokens_per_second=8.0, weight_bytes=small, texts=1)
+    second |= dict(speed_up=4.0, gain=4.0, same_texts=1)
+    third = costs | dict(name="c", tokens_per_second=4.0, weight_bytes=small, texts=5)
+    third |= dict(speed_up=1.0, gain=1.0, same_texts=2)
+    assert list(rows.values())[:3] == [first, second, third]
+    assert [row["gain"] for row in rows.values()] == [1.0, 4.0, 1.0, 2.0, 0.5]
+
+
+def test_the_outputs_of_a_request_are_counted(time, monkeypatch):
+    """A program that makes another second token among 4, and if the prompt is long another first
+    one among 16."""
+    sizes = []
+
+    def make(prompts, count):
+        n = len(prompts)
+        sizes.append((n, count))
+        texts = [[n if n > 4 and len(prompt) > 60 else 0, n == 4] for prompt in prompts]
+        return contestants.Made(texts, 1.0, 2.0)
+
+    peer = contestants.Contestant("peer", make, None)
+    monkeypatch.setattr(peers, "check_peer", lambda *arguments: None)
+    monkeypatch.setattr(peers, "rivals_of", lambda *arguments: [peer])
+    monkeypatch.setattr(peers, "our_widths", lambda target: [peer])
+    wanted = dict(target="tiny", program="peer", requests=32, varying=32, outputs=80)
+    assert invariance.invariance("openvino", "tiny", None, Sizes(num_tokens=2)) == {
+        "tiny, peer": wanted
+    }
+    assert sizes == [(1, 2)] * 32 + [(4, 2)] * 8 + [(16, 2)] * 2
+    rows = invariance.invariance(None, "tiny", None, Sizes(num_tokens=2))
+    assert rows == {"tiny, this program, peer": wanted | {"program": "this program, peer"}}
 
 
 def test_bits(monkeypatch):
@@ -518,7 +565,7 @@ def test_gpu_rows(key, time, monkeypatch):
     monkeypatch.setitem(SHAPES, "draft", replace(TINY, intermediate_size=32))
     monkeypatch.setattr(gpu_cases, "profile", Profile)
     monkeypatch.setattr(gpu_cases, "driver_facts", lambda: "facts")
-    made = contestants.Made([7] * 5, 1.0, 17.0)
+    made = contestants.Made([[7] * 5], 1.0, 17.0)
     monkeypatch.setattr(gpu_peers, "random_transformers", lambda sizes: None)
     monkeypatch.setattr(gpu_peers, "transformers_text", lambda *args: made)
     time_passes(time, lambda llama: 0.5 if llama.config.intermediate_size == 32 else 2.0)

@@ -8,21 +8,32 @@ import pytest
 
 from measure import pictures, report
 
-STACK = [
-    {
+STACK = {
+    f"{target}, row {i}": {
+        "target": target,
         "name": f"row {i}",
         "tokens_per_second": 10.0 * ratio,
         "first_token": 0.1,
         "cache_bytes": i * 10**6,
-        "text_bytes": i * 10**6 / 4,
         "weight_bytes": 10**7,
         "speed_up": ratio,
         "gain": gain,
         "same_texts": 4,
         "texts": 4,
     }
-    for i, (ratio, gain) in enumerate([(1.0, None), (8.0, 8.0), (4.0, 0.5), (40.0, 10.0)])
-]
+    for target in ("a <model>", "another")
+    for i, (ratio, gain) in enumerate([(1.0, 1.0), (8.0, 8.0), (4.0, 0.5), (40.0, 10.0)])
+}
+INVARIANCE = {
+    f"a <model>, {program}": {
+        "target": "a <model>",
+        "program": program,
+        "requests": 32,
+        "varying": varying,
+        "outputs": 32 + varying,
+    }
+    for program, varying in (("peer", 16), ("other", 4), ("this program", 0))
+}
 DRAFTS = {
     f"{target} {gamma} {temperature}": {
         "target": target,
@@ -58,7 +69,7 @@ PEERS = {
     for ours in ("INT8", "float32", "bfloat16")
     for peer in ("transformers float32", "transformers bfloat16", "llama.cpp q8_0")
 }
-RESULTS = {"stack": STACK, "drafts": DRAFTS, "bits": BITS, "peers": PEERS}
+RESULTS = {"stack": STACK, "drafts": DRAFTS, "bits": BITS, "invariance": INVARIANCE, "peers": PEERS}
 
 
 # ---- Tables
@@ -87,15 +98,15 @@ def test_a_cell_is_filled_in_its_format_or_empty():
 def test_sections_are_in_reading_order_and_those_that_are_named():
     results = RESULTS | {"gpu": {"decode": {"title": "d", "headers": ["a"], "rows": [["1"]]}}}
     titles = [section.title.split()[0] for section in report.sections(results)]
-    assert titles == ["Everything", "Drafts,", "Perplexity", "Against", "d"]
+    assert titles == ["One", "Drafts,", "Perplexity", "The", "Against", "d"]
     assert [section.title for section in report.sections(results, ["decode"])] == ["d"]
     (table,) = report.sections(results, ["stack"])
     columns = dict(zip(table.headers, zip(*table.rows)))
-    assert columns["times the row before"] == ("", "8x", "0.5x", "10x")
-    assert columns["of a text"] == ("0", "250 kB", "500 kB", "750 kB")
+    assert columns["times the row before"] == ("1x", "8x", "0.5x", "10x") * 2
+    assert columns["KV cache"] == ("0", "1 MB", "2 MB", "3 MB") * 2
     lines = report.markdown(table).split("\n")
-    assert lines[2].startswith("|  | tokens/s |")
-    assert {line.count("|") for line in lines[2:8]} == {len(table.headers) + 1}
+    assert lines[2].startswith("| model | requests |  | tokens/s |")
+    assert {line.count("|") for line in lines[2:12]} == {len(table.headers) + 1}
 
 
 def test_a_document_gets_the_tables_that_it_names():
@@ -110,6 +121,17 @@ def test_a_document_gets_the_tables_that_it_names():
     assert "M (avx2), 2 threads, torch 2, today; bandwidth of its last run: 20 GB/s" in made
     assert "| tiny, INT8 | ngram | 0 | auto: 3.1 | 2.50 | 1.2x |" in made
     assert report.with_tables(made, {Path("results/m.json"): results}.__getitem__) == made
+
+
+def test_every_machine_has_a_row_and_what_it_lacks_is_empty():
+    machine = {"machine": "M", "instructions": "avx2", "threads": 2, "read_bandwidth": 2e10}
+    steps = {"tiny, INT8": {"rows1_seconds": 0.001, "prompt512_seconds": 0.02}}
+    made = report.with_machines(
+        "<!-- machines -->\nold\n<!-- end of machines -->",
+        [machine | {"steps": steps}, machine | {"machine": "N", "stack": STACK, "drafts": DRAFTS}],
+    )
+    assert "| M | avx2 | 2 | 20 GB/s | 1,000 |  | 20 ms |" in made
+    assert "| N | avx2 | 2 | 20 GB/s |  | 400 |  |" in made and "old" not in made
 
 
 # ---- Pictures
@@ -141,13 +163,14 @@ def bars(name: str) -> list[float]:
 
 
 def test_bars_are_as_long_as_the_numbers_say():
-    first, second, third, fourth = bars("stack")
-    assert first == 1.0 and fourth == pictures.LONGEST
-    assert second == pytest.approx(1.5 * third, abs=0.2)  # log 8 over log 4
+    first, second, third, fourth = bars("stack")  # of the first model
+    assert fourth == pictures.LONGEST == pytest.approx(40 * first, abs=2.1)
+    assert second == pytest.approx(2 * third, abs=0.2)
     low, high, middle = bars("drafts")  # of float32 at temperature 1
     assert high == pictures.LONGEST and low == pytest.approx(high * 0.9 / 1.4, abs=0.1)
     assert bars("bits") == [1.0, pytest.approx(20.0), 1.0, pictures.LONGEST]
-    assert len(bars("peers")) == len(PEERS)
+    assert bars("invariance") == [pictures.LONGEST, pictures.LONGEST / 4, 1.0]
+    assert len(bars("peers")) == 3  # of the first model, and of about as many bytes on both sides
 
 
 def test_what_was_not_measured_is_not_drawn():

@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("", "app", "checkpoint", "cpu", "gpu", "train", "measure")
+FOLDERS = ("", "app", "checkpoint", "cpu", "gpu", "train", "measure", "docs")
 
 
 def is_page(path: Path) -> bool:

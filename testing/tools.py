@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from app.tools import CallFormat
+from app.answers import CallFormat
 from testing.pages import ROOT
 
 POINT = {  # as pydantic writes it

@@ -1,0 +1,1 @@
+"""Guides, and the tour as a site and as a notebook."""
