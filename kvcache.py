@@ -77,6 +77,9 @@ class AttentionMetadata:
     seq_lens      int32[B]      tokens of each sequence, including the new ones
     block_tables  int32[B, M]   padded with 0
 
+    They are packed and sent to the device when the first of them is read. A CUDA graph reads others
+    instead, which keep their addresses (gpu/graphs.py).
+
     cache: None means no cache, so a sequence attends only to its own new tokens.
     """
 
@@ -90,10 +93,17 @@ class AttentionMetadata:
         self.sequences = sequences
         self.block_size = block_size
         self.cache = cache
+        self.device = torch.device(device)
         self.num_new_tokens = [sequence.num_new_tokens for sequence in sequences]
         self.backend: dict[str, Any] = {}  # values that a backend computes once for all layers
-        M = max((len(sequence.block_table) for sequence in sequences), default=0)
-        self._set_parts(pack_metadata(sequences, block_size, M), M, device)
+
+    def __getattr__(self, name: str) -> Tensor:
+        """Called for what is not there yet."""
+        if name not in ("positions", "slot_mapping", "cu_seqlens", "seq_lens", "block_tables"):
+            raise AttributeError(name)
+        M = max(len(sequence.block_table) for sequence in self.sequences)
+        self._set_parts(pack_metadata(self.sequences, self.block_size, M), M)
+        return getattr(self, name)
 
     @classmethod
     def without_cache(
@@ -104,9 +114,9 @@ class AttentionMetadata:
         slices = [SequenceSlice([b], 0, length) for b in range(num_sequences)]
         return cls(slices, block_size=length, device=device)
 
-    def _set_parts(self, parts: Sequence[array], M: int, device: torch.device | str) -> None:
+    def _set_parts(self, parts: Sequence[array], M: int) -> None:
         """Send the contents of the five tensors to the device, in one copy."""
-        self.buffer = send(joined_parts(parts), torch.device(device))
+        self.buffer = send(joined_parts(parts), self.device)
         views = self.buffer.split_with_sizes([len(part) for part in parts])
         self.positions, self.slot_mapping, self.cu_seqlens, self.seq_lens, tables = views
         self.block_tables = tables.view(len(self.seq_lens), M)
@@ -115,7 +125,7 @@ class AttentionMetadata:
     def slots(self) -> list[Tensor]:
         """For each sequence, the slots of all its tokens, old and new: int64[seq_len]."""
         longest = max(sequence.seq_len for sequence in self.sequences)
-        tokens = torch.arange(longest, device=self.buffer.device)
+        tokens = torch.arange(longest, device=self.device)
         blocks = self.block_tables.long()[:, tokens // self.block_size]  # [B, longest]
         slots = blocks * self.block_size + tokens % self.block_size
         return [slots[b, : sequence.seq_len] for b, sequence in enumerate(self.sequences)]

@@ -40,7 +40,7 @@ def test_metadata_says_where_each_token_belongs():
     """Blocks of 4 tokens; the second sequence begins in the middle of a block."""
     sequences = [SequenceSlice([7], 0, 2), SequenceSlice([5, 0, 3], 3, 9)]
     metadata = AttentionMetadata(sequences, 4)
-    assert metadata.num_new_tokens == [2, 6] and metadata.buffer.dtype == torch.int32
+    assert metadata.num_new_tokens == [2, 6] and metadata.positions.dtype == torch.int32
     assert metadata.positions.tolist() == [0, 1, 3, 4, 5, 6, 7, 8]
     assert metadata.slot_mapping.tolist() == [28, 29, 23, 0, 1, 2, 3, 12]
     assert metadata.cu_seqlens.tolist() == [0, 2, 8] and metadata.seq_lens.tolist() == [2, 9]

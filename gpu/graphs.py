@@ -119,18 +119,17 @@ class BucketMetadata(AttentionMetadata):
     reads its tensors. It refers to the cache weakly, because the cache owns the recordings."""
 
     def __init__(self, cache: Cache, bucket: Bucket):
-        super().__init__((), cache.block_size, proxy(cache))
+        super().__init__((), cache.block_size, proxy(cache), cache.device)
         self.bucket = bucket
         self.num_new_tokens = [bucket.each] * bucket.sequences
-        parts = padded_metadata((), self.block_size, bucket)
-        self._set_parts(parts, bucket.blocks, cache.device)
+        self._set_parts(padded_metadata((), self.block_size, bucket), bucket.blocks)
         self.backend["longest"] = bucket.blocks * cache.block_size
 
     def fill(self, sequences: Sequence[SequenceSlice]) -> None:
         """Write these sequences into the same tensors."""
         self.sequences = sequences
         packed = joined_parts(padded_metadata(sequences, self.block_size, self.bucket))
-        self.buffer.copy_(send(packed, self.buffer.device), non_blocking=True)
+        self.buffer.copy_(send(packed, self.device), non_blocking=True)
 
 
 def padded_metadata(
