@@ -174,23 +174,22 @@ def lark_of(grammar: Grammar) -> str:
 
 def read_schema(text: str) -> dict[str, Any]:
     """A JSON schema without the formats that llguidance refuses."""
-
-    def followed(part: Any, is_by_name: bool = False) -> Any:
-        """is_by_name: the keys are names of the schema's own, such as a property "const"."""
+    schema = json.loads(text)
+    parts = [schema]
+    while parts:
+        part = parts.pop()
         if isinstance(part, list):
-            return [followed(each) for each in part]
+            parts += part
         if not isinstance(part, dict):
-            return part
-        kept = {}
+            continue
+        if isinstance(part.get("format"), str) and part["format"] not in FORMATS:
+            del part["format"]
         for name, value in part.items():
-            if is_by_name or name not in DATA:
-                value = followed(value, name in BY_NAME)
-            kept[name] = value
-        if isinstance(kept.get("format"), str) and kept["format"] not in FORMATS:
-            del kept["format"]
-        return kept
-
-    return followed(json.loads(text))
+            if name in BY_NAME and isinstance(value, dict):  # properties may be named "format"
+                parts += value.values()
+            elif name not in DATA:
+                parts.append(value)
+    return schema
 
 
 def explain(error: str, grammar: Grammar) -> str:

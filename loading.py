@@ -117,13 +117,14 @@ class Model:
                     "special is for plain prompts, and this one is formatted with a chat template: "
                     "leave special out, or add --raw"
                 )
-            how = {} if thinking is None else {"enable_thinking": thinking}
-            if how and "enable_thinking" not in self.tokenizer.chat_template:
+            if thinking is not None and "enable_thinking" not in self.tokenizer.chat_template:
                 raise UserError(
                     "the chat template knows no enable_thinking, so thinking cannot be chosen: "
                     "leave it out"
                 )
-            return self.tokenizer.chat(as_messages(prompt, system), most=most, how=how)
+            return self.tokenizer.chat(
+                as_messages(prompt, system), most=most, how={"enable_thinking": thinking}
+            )
         is_plain = isinstance(prompt, str) and system is None and thinking is None
         if chat or not is_plain:
             raise UserError(

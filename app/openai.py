@@ -183,7 +183,7 @@ def template_options(body: ChatBody) -> Fields:
         if name in OF_THE_SERVER or not re.fullmatch(r"[\w.-]{1,32}", str(value)):
             path = f"chat_template_kwargs.{brief(name, 100)}"
             raise bad(path, f"{path} is not supported: leave it out")
-    return {name: value for name, value in options.items() if value is not None}
+    return options
 
 
 def read_prompts(body: TextBody, offer: Offer) -> list[list[int]]:

@@ -90,6 +90,7 @@ READ: list[tuple[str, str, Calls]] = [  # a text, its content, its calls
     ('["a", "b"] or {"a": 1}', '["a", "b"] or {"a": 1}', []),
     (tag(TEXT), tag(TEXT), []),
     (f"<tool_call>{tag(ADD)}", "<tool_call>", [("add", '{"a": 1}')]),
+    ("<tool_call>[{" + tag(ADD), "<tool_call>[{", READ_ADD),
     # Cut, or spoilt.
     (tag(ADD)[:20], tag(ADD)[:20], []),
     (tag(ADD)[:47], "", [("add", '{"a": ')]),

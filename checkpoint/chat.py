@@ -97,7 +97,8 @@ class ChatTemplate:
 
     def parts(self, messages: list[Message], options: Json) -> list[str | int]:
         """A conversation: texts without control tokens, and tokens between them. options: what the
-        template gets beside the messages."""
+        template gets beside the messages; None: it is to choose."""
+        options = {name: value for name, value in options.items() if value is not None}
         parts = self._finder.split(self._render(messages, options))
         return [
             self.ids[part] if part in self.ids else replace_surrogates(swap(part, self._restore))
