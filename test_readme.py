@@ -48,7 +48,6 @@ def test_tables_and_pictures_are_those_of_the_results():
     for name, text in DOCUMENTS.items():
         assert bench.with_figures(text) == text, f"{name}: bench.py --readme"
     assert "<!-- memory of models -->" in EVERY
-    named = re.findall(r"figures of (results/[\w.-]+)", EVERY)
     for name, picture in bench.all_pictures(DOCUMENTS.values()).items():
         stored = (ROOT / "results" / f"{name}.svg").read_text(encoding="utf-8")
         assert stored == picture, "bench.py --readme"
@@ -147,6 +146,7 @@ def test_links_of_the_site_lead_somewhere(tmp_path):
     assert whole.count("<details") == TOUR.count("<details>") > 20
     assert whole.count('class="filename"') == TOUR.count("```python ") > 20
     for page, text in chapters.items():
+        assert 'src="file:' not in text, f"{page.name}: a picture that is not on the site"
         for link in re.findall(r'(?:href|src)="([^"]+)"', text):
             address, _, anchor = unquote(link.removeprefix("file://")).partition("#")
             if address.startswith("http") or page.name == "404.html":
