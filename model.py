@@ -131,9 +131,11 @@ class Llama(Weights):
 
     def rope(self, positions: Tensor) -> Rope:
         """The turns of dimension pairs at these positions: int[T] -> cos and sin, [T, 1, D / 2]
-        each. A pair (a, b) becomes (a cos − b sin, b cos + a sin)."""
+        each. A pair (a, b) becomes (a cos − b sin, b cos + a sin). Both are multiplied by the
+        length, which is 1 but for yarn (checkpoint/config.py)."""
         angles = torch.outer(positions, self.frequencies)[:, None]
-        return angles.cos().to(self.dtype), angles.sin().to(self.dtype)
+        length = self.config.rope_length
+        return (length * angles.cos()).to(self.dtype), (length * angles.sin()).to(self.dtype)
 
     # ---- Calling it
 

@@ -37,6 +37,7 @@ LLAMA3 = dict(
     high_freq_factor=4.0,
     original_max_position_embeddings=16,
 )
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
 CASES: dict[str, dict[str, Any]] = {
     "mha": dict(num_key_value_heads=4),
     "gqa2-tied": dict(tie_word_embeddings=True),
@@ -49,6 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
     "sharded": dict(num_hidden_layers=3),
     "qwen2": dict(model_type="qwen2", tie_word_embeddings=True, rope_theta=1e6),
     "qwen3": dict(model_type="qwen3", head_dim=10, rope_theta=1e6, sliding_window=8),
+    "yarn": dict(model_type="qwen2", rope_scaling=YARN, head_dim=12),
 }
 TOKENS = 60  # past the original length of the scaled model
 

@@ -48,6 +48,9 @@ LARGEST_BESIDE: dict[str, float] = {  # of those that not every config has
     "factor": 1e6,
     "low_freq_factor": 1e6,
     "high_freq_factor": 1e6,
+    "beta_fast": 1e6,
+    "beta_slow": 1e6,
+    "attention_factor": 1e3,
     "original_max_position_embeddings": 2**31 - 1,
 }
 SMALLEST = 1e-12
@@ -77,6 +80,13 @@ ROPE_NUMBERS: dict[str, tuple[str, ...]] = {  # rope_type -> the numbers it need
         "low_freq_factor",
         "high_freq_factor",
         "original_max_position_embeddings",
+    ),
+    "yarn": (
+        "factor",
+        "beta_fast",
+        "beta_slow",
+        "original_max_position_embeddings",
+        "attention_factor",
     ),
 }
 
@@ -114,6 +124,8 @@ class Config:
         scaling = self.rope_scaling or {}
         if scaling.get("low_freq_factor", 0) >= scaling.get("high_freq_factor", 1):
             raise UserError(f"{scaling}: low_freq_factor must be below high_freq_factor")
+        if "beta_fast" in scaling and self.rope_theta <= 1:
+            raise UserError(f"rope_theta {self.rope_theta} with yarn: it must be above 1")
         fastest = 1 / min(1.0, self.rope_theta) / scaling.get("factor", 1)
         if fastest > MAX_TURN:
             raise UserError(
@@ -157,7 +169,9 @@ class Config:
         For texts longer than in training (`rope_scaling`), frequencies are divided. The linear
         kind divides all of them by `factor`. The llama3 kind divides those of slow pairs: pairs
         that make fewer than low_freq_factor turns over the original context, and in part pairs that
-        make up to high_freq_factor. With `factors`, each frequency has its own.
+        make up to high_freq_factor. The yarn kind keeps the pairs up to the one that makes
+        beta_fast turns, and slows those from the one that makes beta_slow turns on (Peng et al.
+        2023, arXiv:2309.00071). With `factors`, each frequency has its own.
         """
         D = self.head_dim
         frequencies = 1.0 / self.rope_theta ** (torch.arange(0, D, 2, dtype=torch.float32) / D)
@@ -167,11 +181,29 @@ class Config:
         slowed = frequencies / scaling.get("factor", 1)
         if "original_max_position_embeddings" not in scaling:
             return slowed
-        turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-        low = scaling["low_freq_factor"]
-        high = scaling["high_freq_factor"]
-        keep = ((turns - low) / (high - low)).clamp(0, 1)  # 1: a fast pair, kept; 0: a slow one
+        original = scaling["original_max_position_embeddings"]
+        if scaling["rope_type"] == "yarn":
+
+            def pair_of(turns: float) -> float:
+                """The pair that makes so many turns over the original context."""
+                ratio = original / (2 * math.pi * turns)
+                return D * math.log(ratio) / (2 * math.log(self.rope_theta))
+
+            first = max(math.floor(pair_of(scaling["beta_fast"])), 0)
+            last = min(math.ceil(pair_of(scaling["beta_slow"])), D - 1)
+            keep = 1 - (torch.arange(D // 2) - first) / max(last - first, 0.001)
+        else:
+            turns = original * frequencies / (2 * math.pi)
+            low = scaling["low_freq_factor"]
+            keep = (turns - low) / (scaling["high_freq_factor"] - low)
+        keep = keep.clamp(0, 1)  # 1: a fast pair, kept; 0: a slow one
         return keep * frequencies + (1 - keep) * slowed
+
+    @property
+    def rope_length(self) -> float:
+        """What yarn multiplies each query and each key by, because more keys share the attention:
+        the attention_factor, usually 0.1 ln(factor) + 1."""
+        return (self.rope_scaling or {}).get("attention_factor", 1.0)
 
     @classmethod
     def load(cls, folder: Path) -> Config:
@@ -190,18 +222,23 @@ class Config:
             "rms_norm_eps": cls.rms_norm_eps,
         }
         present = {name: value for name, value in data.items() if value is not None}
+        rope = rope_settings(present)
+        scaling = parse_rope_scaling(rope, present)
+        if "beta_fast" in (scaling or {}):  # Qwen's configs keep the length of the training
+            longest = int(scaling["factor"] * scaling["original_max_position_embeddings"])
+            longest = max(longest, number(present, "max_position_embeddings"))
+            present["max_position_embeddings"] = longest
         num_layers = number(data, "num_hidden_layers")
         if has_window(data, num_layers):
             window = number({"sliding_window": 4096} | present, "sliding_window")  # transformers'
             longest = number(present, "max_position_embeddings")
             present["max_position_embeddings"] = min(longest, window)
-        rope = rope_settings(present)
         quantization = data.get("quantization_config", data.get("quantization"))  # or MLX's
         return cls(
             **{name: number(defaults | present, name) for name in LARGEST},
             **{name: bool(data.get(name)) for name in FLAGS},
             rope_theta=number(rope, "rope_theta"),
-            rope_scaling=parse_rope_scaling(rope),
+            rope_scaling=scaling,
             model_type="llama" if data["model_type"] == "mistral" else data["model_type"],
             eos_token_ids=end_tokens(data),
             quantization=load_quantization(quantization),
@@ -329,7 +366,7 @@ def rope_settings(present: Json) -> Json:
     return settings
 
 
-def parse_rope_scaling(rope: Json) -> Json | None:
+def parse_rope_scaling(rope: Json, config: Json) -> Json | None:
     """The rope_type and its numbers; None for unscaled embeddings."""
     kind = rope.get("rope_type", "default")
     check_setting("rope_type", kind, *ROPE_NUMBERS)
@@ -337,6 +374,14 @@ def parse_rope_scaling(rope: Json) -> Json | None:
     if kind == "default":
         check_setting("factor of rope_type 'default'", rope.get("factor", 1), 1, 1.0)
         return None
+    if kind == "yarn":
+        for name in ("mscale", "mscale_all_dim"):  # DeepSeek's
+            check_setting(f"{name} of rope_type 'yarn'", rope.get(name), None)
+        check_setting("truncate of rope_type 'yarn'", rope.get("truncate", True), True)
+        length = number(config, "max_position_embeddings")
+        usual = {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": length}
+        usual["attention_factor"] = 0.1 * math.log(max(number(rope, "factor"), 1)) + 1
+        rope = usual | rope
     scaling = {name: number(rope, name) for name in ROPE_NUMBERS[kind]}
     return scaling | {"rope_type": kind}
 

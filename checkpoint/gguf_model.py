@@ -82,6 +82,10 @@ UNREAD: dict[str, tuple[Any, ...]] = {  # what changes the numbers -> the values
     "attention.clamp_kqv": (None, 0.0),
     "attention.max_alibi_bias": (None, 0.0),
     "rope.scaling.attn_factor": (None, 1.0),  # of all scores
+    "rope.scaling.yarn_ext_factor": (None, -1.0, 1.0),
+    "rope.scaling.yarn_attn_factor": (None, 1.0),
+    "rope.scaling.yarn_beta_fast": (None, 32.0),
+    "rope.scaling.yarn_beta_slow": (None, 1.0),
 }
 ROPE_FACTORS = "rope_freqs.weight"
 
@@ -179,6 +183,8 @@ def config_json(gguf: GGUF) -> Json:
     factor = setting(gguf, "rope.scaling.factor", setting(gguf, "rope.scale_linear"))
     kind = setting(gguf, "rope.scaling.type", "linear")
     is_scaled = kind != "none" and (factor or kind != "linear")
+    original = setting(gguf, "rope.scaling.original_context_length")
+    rope = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
     embedding = gguf.tensors.get("token_embd.weight")
     if embedding is None:
         raise UserError(f"{gguf.file} has no token_embd.weight: it is not a complete model")
@@ -191,7 +197,7 @@ def config_json(gguf: GGUF) -> Json:
         "max_window_layers": 0,
         "is_causal": setting(gguf, "attention.causal"),
         "vocab_size": embedding.shape[0],
-        "rope_scaling": {"rope_type": kind, "factor": factor} if is_scaled else None,
+        "rope_scaling": rope if is_scaled else None,
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
         "attention_bias": "blk.0.attn_q.bias" in gguf.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in gguf.tensors,

@@ -6,10 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from checkpoint.config import Config, end_tokens
 from checkpoint.files import read_json
 from errors import UserError
+from model import Llama
 from testing.models import SMALL
 from testing.programs import told
 
@@ -21,6 +23,15 @@ LLAMA31 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
+}
+
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 32768,
+    "attention_factor": 0.1 * math.log(4) + 1,
 }
 
 
@@ -36,6 +47,7 @@ def test_a_config_is_read_as_it_was_written(tmp_path):
         dict(rope_theta=5e5, rope_scaling=LLAMA31, eos_token_ids=()),
         dict(rope_scaling={"rope_type": "linear", "factor": 2.0}, model_type="qwen2"),
         dict(rope_theta=1e6, model_type="qwen3"),
+        dict(rope_scaling=YARN, model_type="qwen2", max_position_embeddings=131072),
     ):
         config = Config(**{**SMALL, **changes})
         assert Config.load(write(tmp_path, config.to_dict())) == config
@@ -118,9 +130,35 @@ def test_rope_settings_are_read_wherever_they_are(tmp_path):
             {"rope_type": "linear", "factor": 2.0},
         ),
         ({"rope_scaling": {"type": "yarn"} | LINEAR}, 10000.0, LINEAR),
+        # as Qwen 2.5 documents it
+        (
+            {
+                "rope_scaling": {
+                    "type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 32768,
+                }
+            },
+            10000.0,
+            YARN,
+        ),
     ):
         config = Config.load(write(tmp_path, plain | data))
         assert (config.rope_theta, config.rope_scaling) == (theta, scaling), data
+
+
+def test_yarn_makes_the_context_longer(tmp_path):
+    """As Qwen documents it; not beyond a sliding window."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100}
+    data = GOOD | dict(rope_parameters=yarn, max_position_embeddings=100)
+    assert Config.load(write(tmp_path, data)).max_position_embeddings == 400
+    data |= dict(model_type="mistral", architectures=None, sliding_window=50)
+    assert Config.load(write(tmp_path, data)).max_position_embeddings == 50
+    data |= dict(rope_parameters=yarn | {"attention_factor": 0.5})
+    config = Config.load(write(tmp_path, data))
+    llama = Llama(config, "cpu", torch.float32, seed=0)
+    cos, sin = llama.rope(torch.arange(7))
+    torch.testing.assert_close(cos**2 + sin**2, torch.full_like(cos, 0.25))
 
 
 def published_frequency(config: Config, i: int) -> float:
@@ -134,6 +172,9 @@ def published_frequency(config: Config, i: int) -> float:
         return slow
     wavelength = 2 * math.pi / frequency
     original = scaling["original_max_position_embeddings"]
+    if scaling["rope_type"] == "yarn":  # the bounds are those of Qwen 2.5
+        slowed = min(max((i - 23) / (40 - 23), 0), 1)
+        return (1 - slowed) * frequency + slowed * slow
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     if wavelength > original / low:
         return slow
@@ -151,6 +192,7 @@ def test_frequencies_follow_the_published_rules():
         Config.load(DATA / "llama3-scaling"),
         # Llama 3.1's: some pairs are slowed down, some in part, some kept.
         replace(plain, head_dim=128, rope_theta=5e5, rope_scaling=LLAMA31),
+        replace(plain, head_dim=128, rope_theta=1e6, rope_scaling=YARN),
     ):
         expected = [published_frequency(config, i) for i in range(config.head_dim // 2)]
         assert config.rope_frequencies().tolist() == pytest.approx(expected, rel=1e-5)
@@ -207,13 +249,16 @@ REFUSED_JSON = told(
     {"attention_bias": 1} → attention_bias is 1
     {"rope_theta": -1.0, "rope_parameters": null} → rope_theta is -1.0
     {"rope_parameters": {"rope_theta": 1e-300}} → rope_theta is 1e-300
-    {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}} → rope_type is 'yarn'
+    {"rope_parameters": {"rope_type": "yarn"}} → factor is missing
+    {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mscale": 1.0}} → mscale of rope_type
+    {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": false}} → truncate of
+    {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1.0}} → must be above 1
     {"rope_scaling": {"factor": 4.0}, "rope_parameters": null} → factor of rope_type 'default'
     {"rope_scaling": {"type": "dynamic"}, "rope_parameters": null} → rope_type is 'dynamic'
     {"rope_parameters": {"rope_type": "linear"}} → factor is missing
     {"rope_parameters": {"rope_type": "linear", "factor": 1e-300}} → factor is 1e-300
     {"rope_parameters": [1]} → rope_parameters is [1]
-    {"rope_scaling": {"type": "yarn", "factor": 4.0}} → rope_type is 'yarn' in rope_scaling
+    {"rope_scaling": {"type": "yarn", "factor": 4.0}} → rope_type is 'yarn' in rope_scaling, or
     {"rope_theta": 7, "rope_scaling": {"factor": 1}, "rope_parameters": {"rope_theta": 8}} → and 8
     {"rope_scaling": {"rope_type": "linear", "factor": 4}} → 'default' in rope_parameters
     {"rope_parameters": {"full_attention": {"factor": 8}}} → rope_parameters has full_att

@@ -301,7 +301,9 @@ REFUSED = told(
     {"llama.attention.head_count_kv": 4} → the config asks for [128, 128]
     {"llama.rope.dimension_count": 16} → rope.dimension_count is 16
     {"llama.rope.scaling.attn_factor": 0.5} → rope.scaling.attn_factor is 0.5
-    {"llama.rope.scaling.type": "yarn"} → rope_type is 'yarn'
+    {"llama.rope.scaling.type": "longrope"} → rope_type is 'longrope'
+    {"llama.rope.scaling.type": "yarn"} → factor is missing
+    {"llama.rope.scaling.yarn_beta_fast": 16.0} → yarn_beta_fast is 16.0
     {"llama.attention.value_length": 16} → attention.value_length is 16
     {"llama.attention.causal": false} → is_causal is False
     """
