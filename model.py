@@ -134,8 +134,9 @@ class Llama(Weights):
         each. A pair (a, b) becomes (a cos − b sin, b cos + a sin). Both are multiplied by the
         length, which is 1 but for yarn (checkpoint/config.py)."""
         angles = torch.outer(positions, self.frequencies)[:, None]
-        length = self.config.rope_length
-        return (length * angles.cos()).to(self.dtype), (length * angles.sin()).to(self.dtype)
+        cos = self.rope_length * angles.cos()
+        sin = self.rope_length * angles.sin()
+        return cos.to(self.dtype), sin.to(self.dtype)
 
     # ---- Calling it
 
