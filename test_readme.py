@@ -140,6 +140,7 @@ def test_links_of_the_site_lead_somewhere(tmp_path):
     done = program("-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path)
     assert done.returncode == 0, done.stderr
     chapters = {page: page.read_text(encoding="utf-8") for page in tmp_path.rglob("*.html")}
+    del chapters[tmp_path / "docs" / "replay" / "index.html"]  # a page of its own
     whole = "".join(chapters.values())
     others = len(chapters) - TOUR.count("\n## ")  # the start of the tour, and the guides
     assert whole.count("<h1") == len(chapters) and others < 10

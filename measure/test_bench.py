@@ -48,7 +48,7 @@ def test_the_combined_table_is_cumulative_and_exact_rows_say_the_same(quick):
     assert none["cache_bytes"] == 0
     assert cache["cache_bytes"] == alone["cache_bytes"] == 2 * 8 * 2 * 64 * 4 * 1024
     assert batch["cache_bytes"] == 2 * alone["cache_bytes"] > paged["cache_bytes"]
-    assert shared["cache_bytes"] < paged["cache_bytes"]
+    assert shared["cache_bytes"] <= paged["cache_bytes"]  # prompts of one step share nothing
     assert small["cache_bytes"] < 0.27 * shared["cache_bytes"]
     assert int8["weight_bytes"] < 0.6 * cache["weight_bytes"]
     assert int4["weight_bytes"] < 0.8 * int8["weight_bytes"]
