@@ -131,11 +131,11 @@ class Llama(Weights):
 
     def rope(self, positions: Tensor) -> Rope:
         """The turns of dimension pairs at these positions: int[T] -> cos and sin, [T, 1, D / 2]
-        each. A pair (a, b) becomes (a cos − b sin, b cos + a sin). Both are multiplied by the
-        length, which is 1 but for yarn (checkpoint/config.py)."""
+        each. A pair (a, b) becomes (a cos − b sin, b cos + a sin). Both are multiplied by yarn's
+        attention factor, otherwise by 1 (checkpoint/config.py)."""
         angles = torch.outer(positions, self.frequencies)[:, None]
-        cos = self.rope_length * angles.cos()
-        sin = self.rope_length * angles.sin()
+        cos = self.attention_factor * angles.cos()
+        sin = self.attention_factor * angles.sin()
         return cos.to(self.dtype), sin.to(self.dtype)
 
     # ---- Calling it

@@ -185,7 +185,7 @@ class Config:
         if scaling["rope_type"] == "yarn":
 
             def pair_of(turns: float) -> float:
-                """The pair that makes so many turns over the original context."""
+                """The pair that makes this number of turns over the original context."""
                 ratio = original / (2 * math.pi * turns)
                 return D * math.log(ratio) / (2 * math.log(self.rope_theta))
 
@@ -200,9 +200,9 @@ class Config:
         return keep * frequencies + (1 - keep) * slowed
 
     @property
-    def rope_length(self) -> float:
+    def attention_factor(self) -> float:
         """What yarn multiplies each query and each key by, because more keys share the attention:
-        the attention_factor, usually 0.1 ln(factor) + 1."""
+        usually 0.1 ln(factor) + 1. Other kinds have 1."""
         return (self.rope_scaling or {}).get("attention_factor", 1.0)
 
     @classmethod
@@ -226,8 +226,7 @@ class Config:
         scaling = parse_rope_scaling(rope, present)
         if "beta_fast" in (scaling or {}):  # Qwen's configs keep the length of the training
             longest = int(scaling["factor"] * scaling["original_max_position_embeddings"])
-            longest = max(longest, number(present, "max_position_embeddings"))
-            present["max_position_embeddings"] = longest
+            present["max_position_embeddings"] = max(longest, present["max_position_embeddings"])
         num_layers = number(data, "num_hidden_layers")
         if has_window(data, num_layers):
             window = number({"sliding_window": 4096} | present, "sliding_window")  # transformers'

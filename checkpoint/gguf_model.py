@@ -84,8 +84,6 @@ UNREAD: dict[str, tuple[Any, ...]] = {  # what changes the numbers -> the values
     "rope.scaling.attn_factor": (None, 1.0),  # of all scores
     "rope.scaling.yarn_ext_factor": (None, -1.0, 1.0),
     "rope.scaling.yarn_attn_factor": (None, 1.0),
-    "rope.scaling.yarn_beta_fast": (None, 32.0),
-    "rope.scaling.yarn_beta_slow": (None, 1.0),
 }
 ROPE_FACTORS = "rope_freqs.weight"
 
@@ -169,10 +167,10 @@ def read_gguf_config(checkpoint: GGUFCheckpoint) -> Config:
         config = Config.parse(config_json(gguf))
         for name in ("rope.dimension_count", "attention.value_length"):
             check_setting(name, setting(gguf, name, config.head_dim), config.head_dim)
+        if ROPE_FACTORS in gguf.tensors:
+            config = replace(config, rope_scaling=rope_factors(gguf, config))
     except UserError as error:
         raise UserError(f"{gguf.file}: {brief(error)}") from None
-    if ROPE_FACTORS in gguf.tensors:
-        config = replace(config, rope_scaling=rope_factors(gguf, config))
     return replace(config, quantization=BlockLayout.of(checkpoint.headers))
 
 
@@ -183,8 +181,13 @@ def config_json(gguf: GGUF) -> Json:
     factor = setting(gguf, "rope.scaling.factor", setting(gguf, "rope.scale_linear"))
     kind = setting(gguf, "rope.scaling.type", "linear")
     is_scaled = kind != "none" and (factor or kind != "linear")
-    original = setting(gguf, "rope.scaling.original_context_length")
-    rope = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
+    rope = {
+        "rope_type": kind,
+        "factor": factor,
+        "original_max_position_embeddings": setting(gguf, "rope.scaling.original_context_length"),
+        "beta_fast": setting(gguf, "rope.scaling.yarn_beta_fast"),
+        "beta_slow": setting(gguf, "rope.scaling.yarn_beta_slow"),
+    }
     embedding = gguf.tensors.get("token_embd.weight")
     if embedding is None:
         raise UserError(f"{gguf.file} has no token_embd.weight: it is not a complete model")
@@ -207,12 +210,12 @@ def config_json(gguf: GGUF) -> Json:
 
 def rope_factors(gguf: GGUF, config: Config) -> Json:
     """What divides the frequency of each pair of dimensions, linear scaling included."""
-    scaling = config.rope_scaling or {"factor": 1}
+    scaling = config.rope_scaling or {"rope_type": "linear", "factor": 1}
+    check_setting(f"rope_type beside {ROPE_FACTORS}", scaling["rope_type"], "linear")
     factors = (gguf.read(ROPE_FACTORS).flatten().float() * scaling["factor"]).tolist()
     if len(factors) != config.head_dim // 2 or not all(0.1 < factor < 1e6 for factor in factors):
         raise UserError(
-            f"{gguf.file}: {ROPE_FACTORS} must hold {config.head_dim // 2} numbers between 0.1 and "
-            "1e6"
+            f"{ROPE_FACTORS} must hold {config.head_dim // 2} numbers between 0.1 and 1e6"
         )
     return {"rope_type": "factors", "factors": factors}
 

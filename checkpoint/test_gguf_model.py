@@ -93,7 +93,7 @@ def test_a_file_that_names_no_kv_heads_has_as_many_as_query_heads(tmp_path):
 
 
 def test_frequencies_are_divided_as_the_file_says(tmp_path):
-    """By linear scaling, under each of its names; by numbers of each pair; by both."""
+    """By linear scaling, under each of its names; by numbers of each pair; by both; by yarn."""
     file = tmp_path / "model.gguf"
     write_model(file, {"": "F32"})
     plain = Llama.load(file, "cpu").frequencies
@@ -115,6 +115,22 @@ def test_frequencies_are_divided_as_the_file_says(tmp_path):
             write(file, (settings_of(SHAPE) | metadata).items(), stored)
             divided = Llama.load(file, "cpu").frequencies
             torch.testing.assert_close(divided * pairs * divisor, plain)
+    yarn = {
+        "llama.rope.scaling.type": "yarn",
+        "llama.rope.scaling.factor": 4.0,
+        "llama.rope.scaling.original_context_length": 32,
+        "llama.rope.scaling.yarn_beta_slow": 0.5,
+    }
+    write(file, (settings_of(SHAPE) | yarn).items(), tensors)
+    llama = Llama.load(file, "cpu")
+    assert llama.config.max_position_embeddings == 4 * 32
+    assert llama.config.rope_scaling["beta_slow"] == 0.5
+    slower = plain / llama.frequencies  # the first pair is kept, most are not
+    assert slower[0] == 1 and slower[-1] == 4
+    assert llama.attention_factor == pytest.approx(1.1386, abs=1e-4)
+    write(file, (settings_of(SHAPE) | yarn).items(), [more[0], *tensors])
+    with pytest.raises(UserError, match="rope_type beside rope_freqs.weight is 'yarn'"):
+        Llama.load(file, "cpu")
     for wrong in (0.0, -1.0, 1e7, torch.nan):
         factors[5] = wrong
         damaged = ("rope_freqs.weight", Stored("F32", [16], raw(factors)))
@@ -303,7 +319,7 @@ REFUSED = told(
     {"llama.rope.scaling.attn_factor": 0.5} → rope.scaling.attn_factor is 0.5
     {"llama.rope.scaling.type": "longrope"} → rope_type is 'longrope'
     {"llama.rope.scaling.type": "yarn"} → factor is missing
-    {"llama.rope.scaling.yarn_beta_fast": 16.0} → yarn_beta_fast is 16.0
+    {"llama.rope.scaling.yarn_attn_factor": 2.0} → yarn_attn_factor is 2.0
     {"llama.attention.value_length": 16} → attention.value_length is 16
     {"llama.attention.causal": false} → is_causal is False
     """

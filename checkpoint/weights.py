@@ -98,7 +98,7 @@ class Weights:
             self.head = self.linear("head", shard.vocab_size, C)
             self.outside.append("head")
         self.frequencies = config.rope_frequencies().to(device)  # [D / 2]
-        self.rope_length = config.rope_length
+        self.attention_factor = config.attention_factor
         # The bytes of each tensor before `pack_weights`, which then has no more names.
         self.unpacked_bytes: dict[str, int] = {}
         if seed is not None:

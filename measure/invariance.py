@@ -54,7 +54,7 @@ def invariance(name: str | None, target: str, gguf: str | None, sizes: Sizes) ->
 
 
 def count_outputs(one: Contestant, prompts: Prompts, count: int) -> list[int]:
-    """How many outputs each request has, of so many tokens, in batches of all these sizes."""
+    """How many outputs each request has, of `count` tokens, in batches of all these sizes."""
     found: list[set[tuple[int, ...]]] = [set() for _ in prompts]
     for size in BATCHES:
         for start in range(0, len(prompts), size):

@@ -95,7 +95,7 @@ def stack(sizes: Sizes, target: str = "tiny") -> Rows:
 
 
 def serve_row(technique: Technique, model: Model, lengths: Sequence[int]) -> Served:
-    """Serve a row's requests, which are to get so many tokens each."""
+    """Serve a row's requests. lengths: how many tokens each is to get."""
     requests = []
     for sentence, count in zip(SENTENCES, lengths):
         settings = Settings(temperature=0.0, seed=0, max_tokens=count)
