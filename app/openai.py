@@ -14,8 +14,7 @@ then its finish_reason is `length`.
 
 import re
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -33,7 +32,7 @@ from loading import Model
 from request import Message, OutputStream, Result, Settings
 from sampling import TokenLogprob
 from serve import Update
-from settings import Grammar, check_whole
+from settings import Grammar, check_whole, settings_of
 
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions; a chat's answer takes what the context leaves
 MAX_CHOICES = 128  # prompts · n
@@ -91,17 +90,8 @@ class Asked:
     body: ChatBody | TextBody
     streams: list[OutputStream]  # n of the first prompt, then n of the second, …
     form: AnswerForm
-
-    @property
-    def follows(self) -> Grammar | None:
-        """The grammar of all texts; None: they are free."""
-        return self.streams[0].request.settings.follows
-
-    @property
-    def param(self) -> str:
-        """The field that asks for the grammar."""
-        of_others = "structured_outputs" if self.form.tools is None else "tools"
-        return next(iter(read_schemas(self.body)), of_others)
+    follows: Grammar | None  # the grammar of all texts; None: they are free
+    param: str  # the field that asks for the grammar
 
 
 def bad(param: str, message: str) -> HttpError:
@@ -118,16 +108,23 @@ def read_request(data: bytes, is_chat: bool, offer: Offer) -> Asked:
         message = f"there is no model {shown}: this server has {offer.name!r}"
         raise HttpError(404, message, param="model", code="model_not_found")
     tools = read_tools(body, offer) if is_chat else None
-    prompts = read_chat(body, tools, offer) if is_chat else read_prompts(body, offer)
+    param = "messages" if is_chat else "prompt"
+    try:
+        prompts = read_chat(body, tools, offer) if is_chat else read_prompts(body, offer)
+    except TooManyTokens:  # so many were read, and more is left
+        raise too_long(param, f"at least {offer.limit:,} tokens", offer) from None
+    for tokens in prompts:
+        check_prompt(param, tokens, offer)
     check_whole("n", body.n, 1, MAX_CHOICES // len(prompts), f" ({len(prompts)} prompts)")
-    settings = read_settings(body, offer)
+    asks, constraint = read_constraint(body)
+    settings = replace(read_settings(body, offer), **constraint)
     tags = offer.thoughts if is_chat else None
     form = AnswerForm(tags, end_of(prompts[0], offer), tools)
     if tags is not None and body.reasoning_format == "none":
         raise bad(
             "reasoning_format", "reasoning_format is 'none': thoughts are always separate; use auto"
         )
-    settings = with_form(settings, body, form)
+    settings = with_form(settings, asks, form)
     if body.echo:
         settings = replace(settings, prompt_logprobs=settings.logprobs)
         check_echo(body.n * sum(map(len, prompts)), settings.logprobs)
@@ -142,7 +139,7 @@ def read_request(data: bytes, is_chat: bool, offer: Offer) -> Asked:
             streams.append(stream)
     if body.origins and not body.stream:
         raise bad("origins", "origins are sent in chunks: set stream to true, or leave it out")
-    return Asked(body, streams, form)
+    return Asked(body, streams, form, settings.follows, param=asks or "tools")
 
 
 # ---- Prompts
@@ -161,14 +158,10 @@ def read_chat(body: ChatBody, tools: Tools | None, offer: Offer) -> list[list[in
         declared = [tool.as_sent() for tool in body.tools]
     check_characters(conversation, offer)
     most = offer.limit - 1
-    with too_many_refused("messages", offer):
-        if offer.model.uses_template(None):
-            tokens = offer.model.tokenizer.chat(conversation, tools=declared, most=most, how=how)
-        else:
-            text = "\n".join(message["content"] for message in conversation)
-            tokens = offer.model.encode(text, most=most)
-    check_length("messages", tokens, offer)
-    return [tokens]
+    if offer.model.uses_template(None):
+        return [offer.model.tokenizer.chat(conversation, tools=declared, most=most, how=how)]
+    text = "\n".join(message["content"] for message in conversation)
+    return [offer.model.encode(text, most=most)]
 
 
 def template_options(body: ChatBody) -> Fields:
@@ -198,11 +191,9 @@ def read_prompts(body: TextBody, offer: Offer) -> list[list[int]]:
     for prompt in prompts:
         if isinstance(prompt, str):
             most = offer.limit - 1
-            with too_many_refused("prompt", offer):
-                prompt = offer.model.encode(prompt, chat=False, special=body.special, most=most)
+            prompt = offer.model.encode(prompt, chat=False, special=body.special, most=most)
         elif not is_tokens(prompt):
             raise bad("prompt", "prompt must be a text, tokens, or a list of these")
-        check_length("prompt", prompt, offer)
         tokens.append(prompt)
     return tokens
 
@@ -226,16 +217,7 @@ def check_characters(conversation: Sequence[Message], offer: Offer) -> None:
         raise too_long("messages", f"{size:,} characters", offer)
 
 
-@contextmanager
-def too_many_refused(param: str, offer: Offer) -> Iterator[None]:
-    """Refuse a text of which the tokenizer has read as much as fits, and more is left."""
-    try:
-        yield
-    except TooManyTokens:
-        raise too_long(param, f"at least {offer.limit:,} tokens", offer) from None
-
-
-def check_length(param: str, tokens: list[int], offer: Offer) -> None:
+def check_prompt(param: str, tokens: list[int], offer: Offer) -> None:
     if len(tokens) >= offer.limit:
         raise too_long(param, f"{len(tokens):,} tokens", offer)
     vocab_size = offer.model.tokenizer.vocab_size
@@ -317,35 +299,49 @@ def read_settings(body: ChatBody | TextBody, offer: Offer) -> Settings:
         if body.top_logprobs and not body.logprobs:
             raise bad("top_logprobs", "top_logprobs needs logprobs: set it to true")
         chosen["logprobs"] = body.top_logprobs if body.logprobs else None
-    return replace(offer.settings, **chosen, **read_constraint(body))
+    return replace(offer.settings, **chosen)
 
 
-def read_constraint(body: Body) -> Fields:
-    """What the text follows, as a setting: schema, regex, choice or grammar. HttpError or UserError
-    if fields ask for several, or if one cannot be read."""
-    asked = [(path, "schema", schema) for path, schema in read_schemas(body).items()]
+def read_constraint(body: Body) -> tuple[str, Fields]:
+    """The field that says what the text follows, and the setting that it becomes: schema, regex,
+    choice or grammar. Both are empty if the text is free. HttpError or UserError if fields ask for
+    several, or if one cannot be read."""
+    form = body.response_format
     outputs = body.structured_outputs
+    schemas = {
+        "json_schema": body.json_schema.value,
+        "response_format.schema": form.value,
+        "response_format.json_schema": form.json_schema.value,
+    }
+    for path, types in FORMATS.items():
+        if schemas[path] is not None and form.type not in types:
+            raise bad(path, f"{path} is not supported: leave it out")
+    asked = [(path, "schema", schema) for path, schema in schemas.items() if schema is not None]
+    if form.type == "json_schema" and not asked:
+        raise bad("response_format", "response_format must have a schema, in its json_schema")
+    if form.type == "json_object" and not asked:
+        asked.append(("response_format", "schema", ANY_OBJECT))
     if outputs.json_object:
         asked.append(("structured_outputs.json_object", "schema", ANY_OBJECT))
     for name, value in outputs.model_extra.items():
         setting = "schema" if name == "json" else name
         asked.append((f"structured_outputs.{name}", setting, value))
+    if not asked:
+        return "", {}
+    path, setting, value = asked[-1]
     if len(asked) > 1:
-        paths = [path for path, _, _ in asked]
-        raise bad(
-            paths[-1], f"{' and '.join(paths)} are given: an output can follow only one of them"
-        )
-    for path, setting, value in asked:
-        try:
-            Settings(**{setting: value})
-        except UserError as error:
-            raise bad(path, f"{path}: {error}") from None
-    return {setting: value for _, setting, value in asked}
+        paths = " and ".join(path for path, _, _ in asked)
+        raise bad(path, f"{paths} are given: an output can follow only one of them")
+    try:
+        Settings(**{setting: value})
+    except UserError as error:
+        raise bad(path, f"{path}: {error}") from None
+    return path, {setting: value}
 
 
-def with_form(settings: Settings, body: Body, form: AnswerForm) -> Settings:
+def with_form(settings: Settings, param: str, form: AnswerForm) -> Settings:
     """The settings, with the grammar of a whole answer: its thoughts, and calls or what is asked
-    for."""
+    for. param: the field that asks for it."""
     follows = settings.follows
     if form.tools is None and (form.tags is None or follows is None):
         return settings
@@ -355,28 +351,8 @@ def with_form(settings: Settings, body: Body, form: AnswerForm) -> Settings:
             check_bounds(follows)
             answer = lark_of(follows)
         except UserError as error:
-            raise bad(next(iter(read_schemas(body)), "structured_outputs"), str(error)) from None
-    lark = form.grammar(answer)
-    return replace(settings, schema=None, regex=None, choice=None, grammar=lark)
-
-
-def read_schemas(body: Body) -> Fields:
-    """The schemas in all places where clients put one, by their paths."""
-    form = body.response_format
-    schemas = {
-        "json_schema": body.json_schema.value,
-        "response_format.schema": form.value,
-        "response_format.json_schema": form.json_schema.value,
-    }
-    found = {path: schema for path, schema in schemas.items() if schema is not None}
-    for path, types in FORMATS.items():
-        if path in found and form.type not in types:
-            raise bad(path, f"{path} is not supported: leave it out")
-    if form.type == "json_object" and not found:
-        return {"response_format": ANY_OBJECT}
-    if form.type == "json_schema" and not found:
-        raise bad("response_format", "response_format must have a schema, in its json_schema")
-    return found
+            raise bad(param, str(error)) from None
+    return settings_of({"grammar": form.grammar(answer)}, settings)
 
 
 # ---- Answers -----------------------------------------------------------------------------------
@@ -389,43 +365,36 @@ class Reply:
         self.asked = asked
         self.tokenizer = offer.model.tokenizer
         self.id = ("chatcmpl-" if asked.body.is_chat else "cmpl-") + uuid4().hex
-        self.model = offer.name
-        self.created = int(time.time())
+        kind = "text_completion"
+        if asked.body.is_chat:
+            kind = "chat.completion.chunk" if asked.body.stream else "chat.completion"
+        self.head = {
+            "id": self.id,
+            "object": kind,
+            "created": int(time.time()),
+            "model": offer.name,
+        }
         # Of each text: the decoder of its tokens that have logprobs, and their characters so far.
         self.decoders = [
             self.tokenizer.incremental_decoder(not asked.body.echo) for _ in asked.streams
         ]
         self.offsets = [0] * len(asked.streams)
-        self.num_tokens: dict[int, int] = {}  # of each text
+        self.num_tokens: dict[int, int] = {}  # of each text of which something was told
         self.readers = [asked.form.reader() for _ in asked.streams]
 
     def completion(self, results: Sequence[Result]) -> Fields:
         """All texts at once."""
         choices = []
         for result in results:
-            i = result.index
-            choice: Fields = {"text": self._echo(i) + result.text}
-            if self.asked.body.is_chat:
-                choice = {"message": {"role": "assistant"} | self._message(i, result.text, True)}
-            choices.append(choice | self._other_fields(i, result.logprobs or (), result))
-            self.num_tokens[i] = len(result.tokens)
-        return self._object(choices) | {"usage": self.usage()}
+            update = Update(result.index, [(result.text, "")], num_tokens=len(result.tokens))
+            update.logprobs = result.logprobs or []
+            update.result = result
+            choices.append(self._choice(update))
+        return self.head | {"choices": choices, "usage": self.usage()}
 
     def chunk(self, update: Update) -> Fields:
         """What is new in one text."""
-        i = update.index
-        text = "".join(piece for piece, _ in update.pieces)
-        choice: Fields = {"text": self._echo(i) + text}
-        if self.asked.body.is_chat:
-            delta = self._message(i, text, update.result is not None)
-            if i not in self.num_tokens:
-                delta = {"role": "assistant"} | delta
-            elif not delta["content"]:
-                del delta["content"]
-            choice = {"delta": delta}
-        choice |= self._other_fields(i, update.logprobs, update.result)
-        self.num_tokens[i] = update.num_tokens
-        chunk = self._object([choice], ".chunk")
+        chunk = self.head | {"choices": [self._choice(update)]}
         if self.asked.body.origins:
             chunk["origins"] = update.pieces
         if self.asked.body.stream_options.continuous_usage_stats:
@@ -434,7 +403,7 @@ class Reply:
 
     def usage_chunk(self) -> Fields:
         """The last one, where it is asked for."""
-        return self._object([], ".chunk") | {"usage": self.usage()}
+        return self.head | {"choices": [], "usage": self.usage()}
 
     def usage(self) -> Fields:
         """Tokens. Texts of one prompt share it."""
@@ -450,14 +419,25 @@ class Reply:
             "prompt_tokens_details": {"cached_tokens": num_cached},
         }
 
-    def _object(self, choices: list[Fields], part: str = "") -> Fields:
-        return {
-            "id": self.id,
-            "object": f"chat.completion{part}" if self.asked.body.is_chat else "text_completion",
-            "created": self.created,
-            "model": self.model,
-            "choices": choices,
-        }
+    def _choice(self, update: Update) -> Fields:
+        """What is new in one text, and why it has ended. HttpError if that is an error."""
+        i = update.index
+        text = "".join(piece for piece, _ in update.pieces)
+        if self.asked.body.is_chat:
+            choice = self._message(i, text, update.result is not None)
+            logprobs = self._chat_logprobs(update.logprobs)
+        else:
+            choice = {"text": self._echo(i) + text}
+            logprobs = self._text_logprobs(i, update.logprobs)
+        self.num_tokens[i] = update.num_tokens
+        reason = None
+        if update.result is not None:
+            if update.result.error:
+                raise bad(self.asked.param, update.result.error)
+            reason = update.result.finish_reason
+            if reason == "stop" and self.readers[i].has_called:
+                reason = "tool_calls"
+        return choice | {"index": i, "logprobs": logprobs, "finish_reason": reason}
 
     def _echo(self, index: int) -> str:
         """The prompt, if it is asked for, and nothing of the text was told yet."""
@@ -467,35 +447,21 @@ class Reply:
 
     def _message(self, index: int, text: str, is_last: bool) -> Fields:
         """The next piece of a chat's text, as a message: its content, thoughts, and calls."""
+        is_streamed = self.asked.body.stream
         message = self.readers[index].feed(text, is_last)
         for call in message.get("tool_calls", ()):
             message["content"] = message["content"] or None
-            if not self.asked.body.stream:
+            if not is_streamed:
                 del call["index"]
-        return message
-
-    def _other_fields(
-        self, index: int, logprobs: Sequence[TokenLogprob], result: Result | None
-    ) -> Fields:
-        """The fields of a choice beside its text. logprobs: new ones; result: None until the text
-        ends."""
-        form = self._chat_logprobs if self.asked.body.is_chat else self._text_logprobs
-        reason = None
-        if result is not None:
-            if result.error:
-                raise bad(self.asked.param, result.error)
-            reason = result.finish_reason
-            if reason == "stop" and self.readers[index].has_called:
-                reason = "tool_calls"
-        return {
-            "index": index,
-            "logprobs": form(index, logprobs),
-            "finish_reason": reason,
-        }
+        if index not in self.num_tokens:
+            message = {"role": "assistant"} | message
+        elif not message["content"]:
+            del message["content"]
+        return {"delta" if is_streamed else "message": message}
 
     # ---- Log-probabilities
 
-    def _chat_logprobs(self, index: int, entries: Sequence[TokenLogprob]) -> Fields | None:
+    def _chat_logprobs(self, entries: Sequence[TokenLogprob]) -> Fields | None:
         """Those of a chat's new tokens; None if there are none."""
         content = []
         for entry in entries:
