@@ -224,14 +224,6 @@ def start(args: argparse.Namespace, model: Model, draft: Draft | None, **chosen:
     return engine
 
 
-def start_for_any(
-    args: argparse.Namespace, model: Model, draft: Draft | None, max_batch: int
-) -> tuple[Engine, int]:
-    """The engine, and the most tokens that a request may have."""
-    engine = start(args, model, draft)
-    return engine, engine.max_len
-
-
 def one_prompt(
     args: argparse.Namespace, settings: Settings, model: Model, draft: Draft | None, prompt: str
 ) -> int:

@@ -20,18 +20,18 @@ import gc
 import hmac
 import ipaddress
 import os
+import re
 import signal
 import socket
 import sys
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import AsyncIterator, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from threading import Thread
-from typing import Any, TypeVar
+from typing import Any
 
 import uvicorn
 from starlette.exceptions import HTTPException
@@ -42,7 +42,7 @@ from starlette.types import Receive, Scope, Send
 from torch.distributed import is_torchelastic_launched
 
 from app.asgi import DONE, Events, Headers, HttpError, Json, Upload, Wire, event, unless_gone
-from app.cli import load, start_for_any
+from app.cli import load, start
 from app.connections import (
     HEAD_SECONDS,
     MAX_CONNECTIONS,
@@ -55,14 +55,16 @@ from app.metrics import Metrics
 from app.openai import Asked, Offer, Reply, model_card, read_request
 from app.shell import SIGNALS, handled, say, status
 from app.state import TextNumbers, snapshot
+from automaton import run_in_thread
 from devices import find_device
 from errors import UserError, brief
 from generate import Engine
 from loading import Model
 from request import Result, Settings
-from serve import Answer, BatchServer, QueueFull, Unavailable, reply
+from serve import Answer, BatchServer, QueueFull, Unavailable
 
-PATHS = "OpenAI's protocol is at /v1/chat/completions, /v1/completions and /v1/models"
+CHATS = "/v1/chat/completions"
+PATHS = f"OpenAI's protocol is at {CHATS}, /v1/completions and /v1/models"
 PAGE = Path(__file__).parent / "page.html"
 # Reading a body takes a thread the longer, the larger the body is. Bodies above SMALL_BODY have
 # threads of their own, so that small ones never wait for them.
@@ -76,12 +78,10 @@ MAX_WATCHERS = 32  # of /state
 MAX_COMPILING = 2  # grammars at a time; others wait
 COMPILE_SECONDS = 10.0
 SNAPSHOT_SECONDS = 0.1
-SIGNAL_SECONDS = 0.1  # until one is noticed
 PREFLIGHT_SECONDS = 600  # a browser may remember the answer
 # A text's client gets the next chunk after so long for each open text: so the event loop writes at
 # most a thousand chunks a second, and leaves the engine its time.
 CHUNK_SECONDS = 0.001
-T = TypeVar("T")
 
 
 # ---- The application ---------------------------------------------------------------------------
@@ -113,8 +113,6 @@ class Application:
         self.compiling = asyncio.Semaphore(MAX_COMPILING)
         self.num_watchers = 0
         self.text_numbers = TextNumbers()
-        chats = partial(self.make_texts, is_chat=True)
-        texts = partial(self.make_texts, is_chat=False)
         routes = [
             Route("/", self.page),
             Route("/health", self.health),
@@ -122,8 +120,8 @@ class Application:
             Route("/state", self.state),
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.model),
-            Route("/v1/chat/completions", chats, methods=["POST"]),
-            Route("/v1/completions", texts, methods=["POST"]),
+            Route(CHATS, self.make_texts, methods=["POST"]),
+            Route("/v1/completions", self.make_texts, methods=["POST"]),
         ]
         self.router = Router(routes, redirect_slashes=False)
 
@@ -155,7 +153,8 @@ class Application:
     def check_host(self, headers: Headers) -> None:
         """Only this machine's names where it listens to this machine alone."""
         host = headers.get("host", "")
-        if self.is_local and not is_loopback(host_name(host)):
+        name = re.sub(r":\d*$", "", host).strip("[]")  # of 127.0.0.1:8000, of [::1]:8000
+        if self.is_local and not is_loopback(name):
             raise HttpError(
                 403,
                 f"the host {brief(repr(host), 100)} is not this machine: use localhost, or --host; "
@@ -237,7 +236,7 @@ class Application:
 
     # ---- Texts
 
-    async def make_texts(self, request: Request, is_chat: bool) -> Response:
+    async def make_texts(self, request: Request) -> Response:
         offered = request.headers.get("upgrade")
         if offered and "upgrade" in request.headers.get("connection", "").lower():
             # uvicorn has dropped the body.
@@ -247,7 +246,7 @@ class Application:
                 "HttpClient.Version.HTTP_1_1)",
             )
         self.batch.check_room(1)
-        asked = await self.read(request, is_chat)
+        asked = await self.read(request)
         if len(asked.streams) > self.batch.capacity:
             raise UserError(
                 f"{len(asked.streams)} outputs are asked for, and the server accepts "
@@ -265,18 +264,17 @@ class Application:
         results = await unless_gone(request.receive, self._results(answer))
         return Json(reply.completion(results), headers=headers)
 
-    async def read(self, request: Request, is_chat: bool) -> Asked:
+    async def read(self, request: Request) -> Asked:
         """The body, once it has come, in a thread."""
         upload = Upload()
         self.uploads.add(upload)
         try:
             await upload.receive(request, self.make_room_for_uploads)
-            loop = asyncio.get_running_loop()
-            arguments = upload.data, is_chat, self.offer
+            threads, read = None, read_request
             if len(upload.data) > SMALL_BODY:
-                asked = loop.run_in_executor(self.large_bodies, read_large, *arguments)
-            else:
-                asked = loop.run_in_executor(None, read_request, *arguments)
+                threads, read = self.large_bodies, read_large
+            arguments = upload.data, request.scope["path"] == CHATS, self.offer
+            asked = asyncio.get_running_loop().run_in_executor(threads, read, *arguments)
             return await unless_gone(request.receive, asked)
         finally:
             self.uploads.remove(upload)
@@ -386,13 +384,6 @@ def http_error(error: Exception, path: str = "") -> HttpError:
     return HttpError(500, "the server failed on this request", type="server_error")
 
 
-def host_name(host: str) -> str:
-    """A Host header without its port: 127.0.0.1:8000, [::1]:8000."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0]
-
-
 def is_loopback(name: str) -> bool:
     """Whether it is a name, or an address, of this machine for itself."""
     if name.lower().rstrip(".") == "localhost":
@@ -426,25 +417,9 @@ def listen(host: str, port: int) -> socket.socket:
         ) from None
 
 
-def load_engine(args: argparse.Namespace) -> tuple[Model, Engine, int]:
-    """The model, its engine, and the longest text that it takes."""
+def load_engine(args: argparse.Namespace) -> tuple[Model, Engine]:
     model, draft = load(args, find_device(args.device))
-    engine, limit = start_for_any(args, model, draft, args.max_batch)
-    return model, engine, limit
-
-
-def in_passing_thread(work: Callable[[], T]) -> T:
-    """What `work` returns, in a thread that ends.
-
-    OpenMP keeps helpers for each thread that has computed. With more of them than cores they sleep
-    between two loops, and each loop waits until they are awake: so only the engine's may be left.
-    """
-    future: Future[T] = Future()
-    thread = Thread(target=reply, args=(future, work), daemon=True)
-    thread.start()
-    result = future.result()
-    thread.join()
-    return result
+    return model, start(args, model, draft)
 
 
 def run_server(arguments: Sequence[str] | None) -> int:
@@ -453,7 +428,9 @@ def run_server(arguments: Sequence[str] | None) -> int:
     check_one_process(args)
     listener = listen(args.host, args.port)  # early: loading takes long; clients wait
     settings = Settings(gamma=args.gamma)
-    model, engine, limit = in_passing_thread(lambda: load_engine(args))
+    # OpenMP keeps helpers for each thread that has computed. With more of them than cores they
+    # sleep between two loops, and each loop waits until they are awake. So this thread ends.
+    model, engine = run_in_thread(partial(load_engine, args)).result()
     api_key = args.api_key or os.environ.get(KEY_VARIABLE) or None
     # Without a common key, no client may find out what others ask (lookup.py).
     model.history.is_shared = api_key is not None
@@ -461,7 +438,7 @@ def run_server(arguments: Sequence[str] | None) -> int:
     metrics = Metrics(name)
     batch = BatchServer(engine, args.max_batch + args.max_queue, metrics.observe)
     application = Application(
-        Offer(model, name, limit, settings=settings),
+        Offer(model, name, engine.max_len, settings=settings),
         batch,
         metrics,
         api_key=api_key,
@@ -480,57 +457,57 @@ def run_server(arguments: Sequence[str] | None) -> int:
         http=Connection,
         timeout_graceful_shutdown=args.grace + 5,  # for clients that do not read their error
     )
+    server = uvicorn.Server(config)
+    server.capture_signals = nullcontext  # uvicorn's own handlers
+    sys.setswitchinterval(SWITCH_SECONDS)
+    gc.freeze()  # the garbage collector, which stops all threads, leaves out what there is by now
+    return asyncio.run(serve_until_signal(server, listener, batch, args.grace))
+
+
+async def serve_until_signal(
+    server: Any, listener: socket.socket, batch: BatchServer, grace: float
+) -> int:
+    """Serve -> the exit status."""
     signals: list[int] = []
+    signalled = asyncio.Event()
+    loop = asyncio.get_running_loop()
 
     def on_signal(number: int, frame: Any) -> None:
         if signals:
             os._exit(128 + number)
         signals.append(number)
+        loop.call_soon_threadsafe(signalled.set)
 
-    server = uvicorn.Server(config)
-    server.capture_signals = nullcontext  # uvicorn's own handlers
-    sys.setswitchinterval(SWITCH_SECONDS)
-    gc.freeze()  # the garbage collector, which stops all threads, leaves out what there is by now
     with handled(SIGNALS, on_signal):
-        return asyncio.run(serve_until_signal(server, listener, batch, args.grace, signals))
-
-
-async def until_signal(signals: Sequence[int]) -> None:
-    while not signals:
-        await asyncio.sleep(SIGNAL_SECONDS)
-
-
-async def serve_until_signal(
-    server: Any,
-    listener: socket.socket,
-    batch: BatchServer,
-    grace: float,
-    signals: Sequence[int],
-) -> int:
-    """Serve -> the exit status. signals: that have come, as they come."""
-    batch.start()
-    serving = asyncio.ensure_future(server.serve([listener]))
-    host, port, *_ = listener.getsockname()
-    host = f"[{host}]" if ":" in host else host
-    say(f"serving: a page at http://{host}:{port}/, OpenAI's protocol at /v1; Ctrl-C ends")
-    waiting = [asyncio.ensure_future(until_signal(signals))]
-    waiting.append(asyncio.ensure_future(batch.failed.wait()))
-    most = files_for(MAX_CONNECTIONS + batch.capacity)
-    waiting.append(asyncio.ensure_future(close_silent(server.server_state.connections, most)))
-    await asyncio.wait([serving, *waiting], return_when=asyncio.FIRST_COMPLETED)
-    if signals:
-        word = "Ctrl-C" if signals[0] == signal.SIGINT else signal.Signals(signals[0]).name
-        say(f"{word}: finishing open requests ({batch.num_texts}); a second signal ends at once")
-    batch.refuse("the server stops")
-    server.should_exit = True
-    _, unfinished = await asyncio.wait([serving], timeout=grace)
-    if unfinished:
-        say(f"after {grace:g} s, the requests that are still open are ended ({batch.num_texts})")
-        batch.fail_all(Unavailable("the server stops"))
-    await serving
-    for task in waiting:
-        task.cancel()
-    batch.stop()
+        batch.start()
+        serving = asyncio.ensure_future(server.serve([listener]))
+        host, port, *_ = listener.getsockname()
+        host = f"[{host}]" if ":" in host else host
+        say(f"serving: a page at http://{host}:{port}/, OpenAI's protocol at /v1; Ctrl-C ends")
+        most = files_for(MAX_CONNECTIONS + batch.capacity)
+        watching = close_silent(server.server_state.connections, most)
+        waiting = [
+            asyncio.ensure_future(each)
+            for each in (signalled.wait(), batch.failed.wait(), watching)
+        ]
+        await asyncio.wait([serving, *waiting], return_when=asyncio.FIRST_COMPLETED)
+        if signals:
+            word = "Ctrl-C" if signals[0] == signal.SIGINT else signal.Signals(signals[0]).name
+            say(
+                f"{word}: finishing open requests ({batch.num_texts}); a second signal ends at once"
+            )
+        batch.refuse("the server stops")
+        server.should_exit = True
+        _, unfinished = await asyncio.wait([serving], timeout=grace)
+        if unfinished:
+            say(
+                f"after {grace:g} s, the requests that are still open are ended ({batch.num_texts})"
+            )
+            batch.fail_all(Unavailable("the server stops"))
+        await serving
+        for task in waiting:
+            task.cancel()
+        batch.stop()
     if batch.error is not None:
         traceback.print_exception(batch.error)
         say("error: the engine has failed, so the server ends")

@@ -670,13 +670,14 @@ def test_a_key_may_have_any_bytes(key):
 def test_the_key_and_the_host_are_those_that_the_program_is_given(flag, variable, monkeypatch):
     made = []
 
-    async def serve_once(http_server, listener, batch, grace, signals):
+    async def serve_once(http_server, listener, batch, grace):
         made.append(http_server.config.app)
         return 0
 
     monkeypatch.setattr(server, "serve_until_signal", serve_once)
     model = tiny()
-    monkeypatch.setattr(server, "load_engine", lambda args: (model, None, 300))
+    engine = SimpleNamespace(max_len=300)
+    monkeypatch.setattr(server, "load_engine", lambda args: (model, engine))
     monkeypatch.delenv("LLAMA_API_KEY", raising=False)
     if variable is not None:
         monkeypatch.setenv("LLAMA_API_KEY", variable)
@@ -916,7 +917,7 @@ def test_the_engines_failure_is_the_programs(capsys):
                 await asyncio.sleep(0.01)
 
     with server.listen("127.0.0.1", 0) as listener:
-        status = asyncio.run(server.serve_until_signal(HTTPServer(), listener, batch, 1.0, []))
+        status = asyncio.run(server.serve_until_signal(HTTPServer(), listener, batch, 1.0))
     err = capsys.readouterr().err
     assert status == 1 and "ZeroDivisionError" in err
     assert err.endswith("error: the engine has failed, so the server ends\n")
@@ -1186,12 +1187,19 @@ def test_a_package_that_is_missing_is_named(tmp_path):
     assert "the server needs the package package_that_is_missing: pip install" in done.stderr
 
 
-def test_the_model_is_loaded_in_a_thread_that_ends():
-    thread = server.in_passing_thread(threading.current_thread)
-    assert thread is not threading.current_thread()
-    assert not thread.is_alive()
-    with pytest.raises(UserError, match="no such model"):
-        server.in_passing_thread(cannot)
+def test_the_model_is_loaded_in_a_thread_that_ends(monkeypatch, capsys):
+    threads = []
+
+    def cannot_load(args) -> None:
+        threads.append(threading.current_thread())
+        raise UserError("no such model")
+
+    monkeypatch.setattr(server, "load_engine", cannot_load)
+    assert server.main(["--port", "0"]) == 2
+    assert "no such model" in capsys.readouterr().err
+    (thread,) = threads
+    thread.join(10)
+    assert thread is not threading.current_thread() and not thread.is_alive()
 
 
 def cannot(*arguments) -> None:
