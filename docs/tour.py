@@ -15,10 +15,10 @@ Not covered: links to other sites are not checked.
 from __future__ import annotations
 
 import json
-import posixpath
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import urljoin
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -49,12 +49,11 @@ class Chapter(NamedTuple):
     """A section of TOUR.md, which is a chapter of the site."""
 
     part: str | None  # the title of the part that begins here
-    title: str  # in Markdown, with links to the section's files
-    body: str
+    text: str  # its title, in Markdown with links to the section's files, and what follows
 
     @property
     def name(self) -> str:
-        return self.title.split(": [")[0]
+        return re.match("# (.+?)(: \\[|\n)", self.text)[1]
 
     @property
     def place(self) -> str:
@@ -65,8 +64,8 @@ class Chapter(NamedTuple):
 def tour_sections() -> tuple[str, list[Chapter]]:
     """-> what comes before the first section, and the sections."""
     text = (ROOT / "TOUR.md").read_text(encoding="utf-8")
-    first, *rest = re.split(r"^(?:# (.+)\n\n)?## (.+)\n", text, flags=re.MULTILINE)
-    return first, [Chapter(*rest[i : i + 3]) for i in range(0, len(rest), 3)]
+    first, *rest = re.split(r"^(?:# (.+)\n\n)?#(?=# )", text, flags=re.MULTILINE)
+    return first, [*map(Chapter, rest[::2], rest[1::2])]
 
 
 # ---- The notebook
@@ -93,9 +92,9 @@ def notebook() -> str:
     cells = [prose_cell(first), code_cell(SET_UP)]
     for section in found:
         part = f"# {section.part}\n\n" if section.part else ""
-        cells.append(prose_cell(f"{part}## {section.title}\n{section.body}"))
+        cells.append(prose_cell(f"{part}#{section.text}"))
         # %%sh stops the notebook at a command that fails; ! would not.
-        cells += [code_cell(f"%%sh\n{command}") for command in cell_commands(section.body)]
+        cells += [code_cell(f"%%sh\n{command}") for command in cell_commands(section.text)]
     kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
     whole = {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 4}
     return json.dumps(whole, ensure_ascii=False, indent=1, sort_keys=True) + "\n"
@@ -120,10 +119,10 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
     from mkdocs.structure.files import File
 
     first, found = tour_sections()
-    files.append(File.generated(config, "TOUR.md", content=with_chapters(first)))
-    for section in found:
-        text = with_chapters(f"# {section.title}\n{section.body}")
-        files.append(File.generated(config, section.place, content=text))
+    for place, text in [("TOUR.md", first), *((each.place, each.text) for each in found)]:
+        # A link to a section becomes one to its chapter.
+        text = re.sub(r"\]\(#([\w-]+)\)", r"](\1.md)", text)
+        files.append(File.generated(config, place, content=text))
     for file in [file for file in files if file.src_dir == config.docs_dir]:
         files.remove(file)
     for pattern in ("[CR]*.md", "results/*.md", "results/*.svg", "docs/*.md", "docs/replay/*"):
@@ -132,18 +131,12 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
             files.append(File.generated(config, name, abs_src_path=str(path)))
 
 
-def with_chapters(text: str) -> str:
-    """A link to a section becomes one to its chapter."""
-    return re.sub(r"\]\(#([\w-]+)\)", r"](\1.md)", text)
-
-
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """A document's text, as mkdocs reads it."""
     source = f"{config.repo_url}/blob/HEAD" if config.repo_url else ROOT.as_uri()
 
     def link(found: re.Match[str]) -> str:
-        folder = posixpath.dirname(page.file.src_uri)
-        path = posixpath.normpath(posixpath.join(folder, found[1]))
+        path = urljoin(page.file.src_uri, found[1])
         return found[0] if path in files.src_uris else f"]({source}/{path}"
 
     text = re.sub(r"^```python (\S+)$", r'```python title="\1"', markdown, flags=re.MULTILINE)
