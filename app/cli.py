@@ -11,7 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -78,8 +78,8 @@ def output_stream(
 def summary(result: Result) -> str:
     """A few lines about a result: its length, its speed, its seed and its drafts."""
     milliseconds = 1e3 * result.seconds_to_first_token
-    text = f"{len(result.tokens)} tokens ({result.finish_reason}): "
-    text += f"the first after {milliseconds:.0f} ms"
+    reason = result.finish_reason
+    text = f"{len(result.tokens)} tokens ({reason}): the first after {milliseconds:.0f} ms"
     if result.tokens_per_second:
         text += f", then {result.tokens_per_second:.1f} tokens/s"
     text += f"; seed {result.seed}"
@@ -176,13 +176,12 @@ def read_grammar(name: str | None) -> str | None:
 
 def read_prompt(args: argparse.Namespace) -> str | None:
     """The prompt, or the lines of --prompts; None means a chat."""
-    if args.prompts is not None:
-        return read_once(lambda: read_text(args.prompts))
-    if args.prompt == "-":
-        return read_once(lambda: read_text("-"))
+    file = "-" if args.prompt == "-" else args.prompts
+    if file is not None:
+        return read_once(lambda: read_text(file))
     if args.prompt is not None:
         return args.prompt
-    if args.json or args.out or args.n > 1 or not read_once(lambda: sys.stdin.isatty()):
+    if args.json or args.out or args.n > 1 or not read_once(sys.stdin.isatty):
         raise UserError(
             "there is no prompt: give one in quotes, or '-' for standard input "
             "(a chat needs a terminal, and no --json, --out or --n)"
@@ -232,9 +231,8 @@ def one_prompt(
     length = max(2, first.num_prompt_tokens + first.num_remaining)
     max_batch = min(args.n, args.max_batch) if args.json and args.use_cache is not False else 1
     engine = start(args, model, draft, max_len=length, max_batch=max_batch)
-    streams = [output_stream(args, model, first, prompt)]
-    for i in range(1, args.n):
-        streams.append(output_stream(args, model, first.sibling_text(i), prompt, i))
+    requests = [first, *map(first.sibling_text, range(1, args.n))]
+    streams = [output_stream(args, model, each, prompt, i) for i, each in enumerate(requests)]
 
     def report(result: Result) -> None:
         if args.json:
@@ -262,7 +260,7 @@ def many_prompts(
             raise UserError("gamma needs drafted tokens: name a --draft, or leave gamma out")
         engine.batcher.check(request)
 
-    texts = text.removeprefix("\ufeff").split("\n")  # a text may contain other line ends
+    texts = text.split("\n")  # a text may contain other line ends
     options = Options(max_len=engine.max_len)
     how = (model, settings, options, args.system, args.use_template, check)
     lines = [*read_requests(texts, *how)]
@@ -324,10 +322,7 @@ def chat(args: argparse.Namespace, settings: Settings, model: Model, draft: Draf
 
     kind = "a message" if talk.uses_template else "the beginning of a text"
     say(f"{temperature}\nType {kind}, or /help; Ctrl-D ends.")
-    while True:
-        typed = read_once(typed_line)
-        if typed is None:
-            return 0
+    for typed in iter(lambda: read_once(typed_line), None):
         if typed.startswith("/"):
             try:
                 talk.obey(typed)
@@ -349,19 +344,10 @@ def chat(args: argparse.Namespace, settings: Settings, model: Model, draft: Draf
             raise
         except KeyboardInterrupt:  # ends this answer, and the chat continues
             continue
+    return 0
 
 
 # ---- The program -------------------------------------------------------------------------------
-
-
-def profile_to_file(
-    args: argparse.Namespace, model: Model, draft: Draft | None
-) -> AbstractContextManager[None]:
-    """--profile: only this flag loads measure/."""
-    if args.profile is None:
-        return nullcontext()
-    models = draft.models if draft else ()
-    return import_module("measure.profiler").trace_phases(args.profile, model.llama, models)
 
 
 def verify_coupled(args: argparse.Namespace) -> None:
@@ -397,7 +383,12 @@ def run_command(arguments: Sequence[str]) -> int:
         if args.color:
             say("colours: accepted drafts green, corrected red, bonus cyan, others uncoloured")
         model, draft = load(args, device)
-        with profile_to_file(args, model, draft):
+        profiling = nullcontext()
+        if args.profile is not None:  # only this flag loads measure/
+            models = draft.models if draft else ()
+            trace_phases = import_module("measure.profiler").trace_phases
+            profiling = trace_phases(args.profile, model.llama, models)
+        with profiling:
             if args.prompts is not None:
                 return many_prompts(args, settings, model, draft, prompt)
             if prompt is not None:
