@@ -125,26 +125,24 @@ class ChatTemplate:
         of_users = [turn for turn in turns if turn["role"] == "user"]
         last = of_users[-1] if of_users else {"content": ""}
         last_text = last["content"].strip()
-        text, problem = self._lay_out(turns, str, options)
         others = [turn | {"content": UNUSED} if turn is last else turn for turn in turns]
         beside = self.source + json.dumps([others, options, self.vocabulary.named])
-        if not problem and json.dumps(last_text)[1:-1] not in beside:
-            if last_text in swap(text, self._restore):
-                return text  # in one layout, most often
-        without, _ = self._lay_out(others, str, options)
+        without = ""  # the text without that message, if something else may say the same
+        if json.dumps(last_text)[1:-1] in beside:
+            without, _ = self._lay_out(others, str, options)
 
         def has_last(text: str) -> bool:
-            """Whether the last user message is in this text: more often than without that message,
-            because the template, or another message, may say the same."""
+            """Whether the last user message is in this text: more often than without it."""
             counts = [swap(each, self._restore).count(last_text) for each in (text, without)]
             return not last_text or counts[0] > counts[1]
 
+        text, problem = self._lay_out(turns, str, options)
         if not problem and has_last(text):
-            return text
+            return text  # in one layout, most often
         in_parts, other_problem = self._lay_out(turns, parts_of, options)
         if not other_problem and has_last(in_parts):
             return in_parts
-        if not problem and text == without:
+        if not problem and text == self._lay_out(others, str, options)[0]:
             problem = "it leaves the last user message out, as a text and as a list of parts"
         if problem:
             raise UserError(
