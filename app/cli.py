@@ -18,21 +18,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import is_torchelastic_launched
 
 from app.chat import Conversation, chat_settings, edit_lines, typed_line
 from app.flags import FILES, flagged, generate_flags
 from app.launch import (
     follow,
-    handle_signal,
     joined,
     launch,
     rank,
     read_once,
-    waiting_signals,
 )
 from app.requests import Line, read_requests
-from app.shell import MAX_MESSAGE, Terminated, say, status, write
+from app.shell import MAX_MESSAGE, Terminated, is_launched, say, status, waiting_signals, write
 from checkpoint.chat import replace_surrogates
 from checkpoint.hub import find_model
 from checkpoint.load import open_checkpoint
@@ -366,7 +363,7 @@ def run_command(arguments: Sequence[str]) -> int:
     settings = flagged(Settings, args)
     device = find_device(args.device)
     n = args.tensor_parallel
-    if n > 1 and not is_torchelastic_launched():
+    if n > 1 and not is_launched():
         config, _ = open_checkpoint(find_model(args.target))
         config.shard(n)  # refused before processes start
         return launch(n, device, arguments)
@@ -401,4 +398,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     if rank() > 0:
         return follow(lambda: run_command(given))
-    return status(lambda: run_command(given), handler=handle_signal)
+    return status(lambda: run_command(given))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from app.shell import Parser, flag, number_or_word, status
+from app.shell import Parser, flag, is_launched, number_or_word, status
 from checkpoint.files import check_file
 from errors import UserError
 from settings import Options, Settings
@@ -95,7 +95,7 @@ def generate_flags(arguments: Sequence[str]) -> argparse.Namespace:
 def tell_early(parse: Callable[[Sequence[str]], Any]) -> None:
     """A program calls this before its slow imports, so that --help or a mistake in a flag ends it
     at once."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if is_launched():
         return  # with several processes (launch.py), the first one reports it later
 
     code = status(lambda: parse(sys.argv[1:]) and 0)

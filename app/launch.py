@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from app.shell import Terminated, interruption, status
+from app.shell import interruption, is_launched, status
 from devices import live_graphs
 from errors import UserError, brief
 from parallel import num_processes
@@ -37,51 +37,12 @@ BEGINNING = timedelta(minutes=5)  # until all processes have met
 GRACE = 5.0  # seconds for torchrun to end this process, because another one has failed
 
 
-# ---- Signals -----------------------------------------------------------------------------------
-
-
-class Signals:
-    """How a signal (shell.SIGNALS) is handled: at once, unless it has to wait."""
-
-    wait = False  # until a result is printed
-    error: KeyboardInterrupt | None = None  # of a signal that waits
-
-
-signals = Signals()
-
-
-def handle_signal(number: int, frame: Any) -> None:
-    """The signal handler of the command line. A second signal that has to wait ends the program."""
-    error = interruption(number)
-    if dist.is_torchelastic_launched():
-        error = Terminated(number)  # the other processes end, so nothing goes on after Ctrl-C
-    if not signals.wait:
-        raise error
-    if signals.error is not None:
-        os._exit(128 + number)
-    signals.error = error
-
-
-@contextmanager
-def waiting_signals() -> Iterator[None]:
-    """A signal waits for the end of the block."""
-    signals.wait = True
-    try:
-        yield
-    finally:
-        signals.wait = False
-    error = signals.error
-    if error is not None:
-        signals.error = None
-        raise error
-
-
 # ---- The first process and the others ----------------------------------------------------------
 
 
 def rank() -> int:
     """This process's number: 0 is the first."""
-    return int(os.environ["RANK"]) if dist.is_torchelastic_launched() else 0
+    return int(os.environ["RANK"]) if is_launched() else 0
 
 
 def read_once(read: Callable[[], Any]) -> Any:
@@ -149,7 +110,7 @@ def joined(n: int, device: torch.device) -> Iterator[torch.device]:
     n: of --tensor-parallel, which starts them on this machine; 1: torchrun was started by hand, or
     this process is alone.
     """
-    if not dist.is_torchelastic_launched():
+    if not is_launched():
         yield device
         return
     size = os.environ["WORLD_SIZE"]

@@ -39,7 +39,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
-from torch.distributed import is_torchelastic_launched
 
 from app.asgi import DONE, Events, Headers, HttpError, Json, Upload, Wire, event, unless_gone
 from app.cli import load, start
@@ -53,7 +52,7 @@ from app.connections import (
 from app.flags import KEY_VARIABLE, server_flags
 from app.metrics import Metrics
 from app.openai import Asked, Offer, Reply, model_card, read_request
-from app.shell import SIGNALS, handled, say, status
+from app.shell import is_launched, noted_signals, say, status
 from app.state import TextNumbers, snapshot
 from automaton import run_in_thread
 from devices import find_device
@@ -398,7 +397,7 @@ def is_loopback(name: str) -> bool:
 
 
 def check_one_process(args: argparse.Namespace) -> None:
-    if args.tensor_parallel != 1 or is_torchelastic_launched():
+    if args.tensor_parallel != 1 or is_launched():
         raise UserError(
             "a server runs in one process: leave out --tensor-parallel and torchrun, or split the "
             "model for generate.py --prompts"
@@ -468,17 +467,9 @@ async def serve_until_signal(
     server: Any, listener: socket.socket, batch: BatchServer, grace: float
 ) -> int:
     """Serve -> the exit status."""
-    signals: list[int] = []
     signalled = asyncio.Event()
     loop = asyncio.get_running_loop()
-
-    def on_signal(number: int, frame: Any) -> None:
-        if signals:
-            os._exit(128 + number)
-        signals.append(number)
-        loop.call_soon_threadsafe(signalled.set)
-
-    with handled(SIGNALS, on_signal):
+    with noted_signals(partial(loop.call_soon_threadsafe, signalled.set)) as signals:
         batch.start()
         serving = asyncio.ensure_future(server.serve([listener]))
         host, port, *_ = listener.getsockname()

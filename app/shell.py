@@ -89,9 +89,15 @@ def refuse(message: str) -> int:
     return 2
 
 
+def is_launched() -> bool:
+    """Whether PyTorch's torchrun has started this process (launch.py)."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def interruption(number: int) -> KeyboardInterrupt:
-    """A signal as an exception."""
-    return KeyboardInterrupt() if number == signal.SIGINT else Terminated(number)
+    """A signal as an exception. Of several processes all end, so nothing goes on after Ctrl-C."""
+    is_ctrl_c = number == signal.SIGINT and not is_launched()
+    return KeyboardInterrupt() if is_ctrl_c else Terminated(number)
 
 
 def raise_signal(number: int, frame: Any) -> NoReturn:
@@ -112,16 +118,37 @@ def handled(signals: Sequence[int], handler: Callable[[int, Any], None]) -> Iter
             signal.signal(number, old)
 
 
+@contextmanager
+def noted_signals(tell: Callable[[], Any] = bool) -> Iterator[list[int]]:
+    """In this block the first signal only goes into the list, and `tell` is called. A second one
+    ends the program at once."""
+    noted: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        if noted:
+            os._exit(128 + number)
+        noted.append(number)
+        tell()
+
+    with handled(SIGNALS, note):
+        yield noted
+
+
+@contextmanager
+def waiting_signals() -> Iterator[None]:
+    """A signal waits for the end of the block."""
+    with noted_signals() as noted:
+        yield
+    for number in noted:
+        raise interruption(number)
+
+
 def status(
-    run: Callable[[], int | None],
-    *,
-    interrupted: str = "",
-    handler: Callable[[int, Any], None] = raise_signal,
-    signals: Sequence[int] = SIGNALS,
+    run: Callable[[], int | None], *, interrupted: str = "", signals: Sequence[int] = SIGNALS
 ) -> int:
     """Call `run` -> the exit status. After a signal, print the message `interrupted`."""
     try:
-        with handled(signals, handler):
+        with handled(signals, raise_signal):
             code = run() or 0
             write("")  # flush now, while an error can still be reported
             return code
