@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from app.shell import Parser, flag, is_launched, number_or_word, status
 from checkpoint.files import check_file
 from errors import UserError
-from settings import Options, Settings
+from settings import Options, Settings, within
 
 T = TypeVar("T", Settings, Options)
 KEY_VARIABLE = "LLAMA_API_KEY"
@@ -255,9 +255,7 @@ def check_values(args: argparse.Namespace) -> None:
     flagged(Settings, args)
     flagged(Options, args)
     for name, (low, high) in RANGES.items():
-        value = getattr(args, name, low)
-        if not low <= value <= high:
-            raise UserError(f"{flag(name)} is {value}: it must be from {low} to {high:,}")
+        within(low, high, f"from {low} to {high:,}")(flag(name), getattr(args, name, low))
     for name in ("gamma", "verify", "draft_bits", "color"):
         if args.draft is None and getattr(args, name, None) not in (None, False):
             raise UserError(f"{flag(name)} needs drafted tokens: name a --draft (tiny-draft, …)")

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from app.shell import interruption, is_launched, status
+from app.shell import interruption, is_launched, nowhere, status
 from devices import live_graphs
 from errors import UserError, brief
 from parallel import num_processes
@@ -57,7 +57,7 @@ def read_once(read: Callable[[], Any]) -> Any:
 def follow(run: Callable[[], Any]) -> int:
     """Run it in a process after the first, in silence, unless it fails alone -> the exit status."""
     for name in ("stdin", "stdout", "stderr"):
-        setattr(sys, name, open(os.devnull, "r+", encoding="utf-8"))
+        setattr(sys, name, nowhere())
 
     def run_patiently() -> None:
         try:

@@ -65,10 +65,9 @@ def read_requests(
             line.fields.setdefault("prompt", line.fields.get("messages"))
             own_system = line.fields.get("system")
             chat = use_template
-            if line.fields.get("raw"):
-                chat = False
-            elif line.fields.get("raw") is False and use_template is False:
-                chat = None  # it takes --raw back: the model's template, if it has one
+            raw = line.fields.get("raw")
+            if raw is not None:  # false takes --raw back: the model's template, if it has one
+                chat = False if raw else (use_template or None)
             request = model.request(
                 line.fields["prompt"],
                 settings_of(line.fields, defaults),

@@ -29,6 +29,7 @@ import traceback
 from collections.abc import AsyncIterator, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -86,26 +87,18 @@ CHUNK_SECONDS = 0.001
 # ---- The application ---------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class Application:
     """Answers requests: what uvicorn calls (ASGI)."""
 
-    def __init__(
-        self,
-        offer: Offer,
-        batch: BatchServer,
-        metrics: Metrics,
-        api_key: str | None = None,
-        is_local: bool = True,
-        origins: Collection[str] = (),
-    ):
-        """is_local: whether it listens to this machine alone. origins: those of pages that may use
-        it, "*" for all."""
-        self.offer = offer
-        self.batch = batch
-        self.metrics = metrics
-        self.api_key = api_key
-        self.is_local = is_local
-        self.origins = origins
+    offer: Offer
+    batch: BatchServer
+    metrics: Metrics
+    api_key: str | None = None
+    is_local: bool = True  # it listens to this machine alone
+    origins: Collection[str] = ()  # those of pages that may use it, "*" for all
+
+    def __post_init__(self) -> None:
         self.started = int(time.time())
         self.uploads: set[Upload] = set()
         self.large_bodies = ThreadPoolExecutor(LARGE_BODIES, "large bodies")
