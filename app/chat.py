@@ -3,7 +3,6 @@
 Invariant: a command changes the conversation, or says why not; it never ends the chat.
 """
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -12,8 +11,7 @@ from pathlib import Path
 
 from app.launch import rank
 from app.shell import say
-from checkpoint.chat import replace_surrogates
-from checkpoint.files import new_file
+from checkpoint.files import write_json
 from checkpoint.generation import GenerationConfig
 from errors import UserError, nearest
 from request import Message, Settings
@@ -107,7 +105,5 @@ class Conversation:
         messages = self.messages
         if self.system is not None:
             messages = [{"role": "system", "content": self.system}, *messages]
-        with new_file(Path(os.path.expanduser(name))) as file:
-            text = json.dumps(messages, ensure_ascii=False, indent=1)
-            file.write_text(replace_surrogates(text) + "\n", encoding="utf-8")
+        write_json(Path(os.path.expanduser(name)), messages)
         say(f"{name} has {len(messages)} messages")

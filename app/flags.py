@@ -230,11 +230,11 @@ def check_flags(args: argparse.Namespace) -> None:
         )
     if args.out is not None:
         check_file(Path(args.out))
-    if args.out and os.path.exists(args.out) and os.path.getsize(args.out):
-        raise UserError(
-            f"--out {args.out} is not empty, and its contents would be lost: name another file, "
-            "or move this one"
-        )
+        if os.path.exists(args.out) and os.path.getsize(args.out):
+            raise UserError(
+                f"--out {args.out} is not empty, and its contents would be lost: name another "
+                "file, or move this one"
+            )
     for name in ("prompts", "schema", "grammar", "target", "draft", "out"):
         other = getattr(args, name)
         if args.profile and other and os.path.realpath(args.profile) == os.path.realpath(other):

@@ -12,6 +12,7 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from weakref import WeakKeyDictionary
 
 from batcher import Batcher
@@ -52,9 +53,7 @@ class Histogram:
         self.sum += value * times
 
     def lines(self, name: str, label: str) -> Iterator[str]:
-        total = 0
-        for bound, count in zip((*BOUNDS, "+Inf"), self.counts):
-            total += count
+        for bound, total in zip((*BOUNDS, "+Inf"), accumulate(self.counts)):
             yield f'{name}_bucket{{{label},le="{bound}"}} {total}'
         yield f"{name}_sum{{{label}}} {self.sum}"
         yield f"{name}_count{{{label}}} {total}"
@@ -67,7 +66,7 @@ class Metrics:
         text = replace_surrogates(model_name)  # a folder's name may have bytes that are no UTF-8
         escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
         self.label = f'model_name="{escaped}"'
-        self.counts = Counter[str](dict.fromkeys(COUNTERS, 0))
+        self.counts = Counter[str]()  # by COUNTERS
         self.finished = Counter[str](stop=0, length=0)  # by reason
         self.accepted_at = Counter[int]()  # position in the round -> accepted drafts
         self.histograms = {name: Histogram() for name in HISTOGRAMS}

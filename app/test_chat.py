@@ -83,10 +83,11 @@ def test_a_command_that_cannot_be_obeyed_changes_nothing(tmp_path):
     assert talk == Conversation(False, None, [{"role": "user", "content": "a"}])
 
 
-def test_a_chat_is_saved_whatever_was_typed(tmp_path):
-    talk = Conversation(True, "a\udcff")
+def test_a_chat_is_saved_in_letters_that_can_be_read(tmp_path):
+    talk = Conversation(True, "Größe 😀")
     talk.obey(f"/save {tmp_path / 'chat'}")
-    assert json.loads((tmp_path / "chat").read_text()) == [{"role": "system", "content": "a\ufffd"}]
+    text = (tmp_path / "chat").read_text(encoding="utf-8")
+    assert json.loads(text) == [{"role": "system", "content": "Größe 😀"}] and "Größe 😀" in text
 
 
 def test_of_several_processes_the_first_one_saves(tmp_path, monkeypatch):

@@ -86,7 +86,7 @@ def new_file(path: Path) -> Iterator[Path]:
         new.replace(path)
 
 
-def write_json(file: Path, data: Json) -> None:
+def write_json(file: Path, data: Json | list) -> None:
     text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
     with new_file(file) as new:
         new.write_text(text, encoding="utf-8")
