@@ -5,6 +5,7 @@ Invariant: a command changes the conversation, or says why not; it never ends th
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
@@ -27,10 +28,8 @@ Ctrl-C ends an answer, Ctrl-D the chat. A space before a / makes a message of it
 
 def edit_lines() -> None:
     """Arrow keys edit the typed line and find earlier ones, where Python has `readline`."""
-    try:
+    with suppress(ImportError):
         import_module("readline")
-    except ImportError:
-        pass
 
 
 def typed_line() -> str | None:

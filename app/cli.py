@@ -6,10 +6,10 @@ printed. A result that is being printed is always completed. A second Ctrl-C end
 once.
 """
 
-import argparse
 import json
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
@@ -54,7 +54,7 @@ def painted(text: str, code: int | None) -> str:
 
 
 def output_stream(
-    args: argparse.Namespace, model: Model, request: Request, prompt: str, index: int = 0
+    args: Namespace, model: Model, request: Request, prompt: str, index: int = 0
 ) -> OutputStream:
     """A stream for a request. It shows the output as it grows, in colours with --color, and not at
     all with --json. At a terminal, a continuation is shown after its prompt, which is dimmed."""
@@ -171,7 +171,7 @@ def read_grammar(name: str | None) -> str | None:
     return read_once(lambda: read_text(name))
 
 
-def read_prompt(args: argparse.Namespace) -> str | None:
+def read_prompt(args: Namespace) -> str | None:
     """The prompt, or the lines of --prompts; None means a chat."""
     file = "-" if args.prompt == "-" else args.prompts
     if file is not None:
@@ -202,7 +202,7 @@ def describe(names: Sequence[str], llamas: Sequence[Llama]) -> str:
     return text.replace("torch.", "")
 
 
-def load(args: argparse.Namespace, device: torch.device) -> tuple[Model, Draft | None]:
+def load(args: Namespace, device: torch.device) -> tuple[Model, Draft | None]:
     """The target, and the draft for it."""
     dtype = getattr(torch, args.dtype) if args.dtype else None
     check_draft(args.draft, args.draft_bits)
@@ -210,7 +210,7 @@ def load(args: argparse.Namespace, device: torch.device) -> tuple[Model, Draft |
     return model, load_draft(args.draft, model, dtype, args.draft_bits)
 
 
-def start(args: argparse.Namespace, model: Model, draft: Draft | None, **chosen: int) -> Engine:
+def start(args: Namespace, model: Model, draft: Draft | None, **chosen: int) -> Engine:
     """The engine that the flags describe, with the options in `chosen` replaced. Prints what
     runs."""
     engine = Engine(model, draft, replace(flagged(Options, args), **chosen))
@@ -221,7 +221,7 @@ def start(args: argparse.Namespace, model: Model, draft: Draft | None, **chosen:
 
 
 def one_prompt(
-    args: argparse.Namespace, settings: Settings, model: Model, draft: Draft | None, prompt: str
+    args: Namespace, settings: Settings, model: Model, draft: Draft | None, prompt: str
 ) -> int:
     """Answer a prompt --n times: one after the other or, with --json, in a batch. -> 0"""
     first = model.request(prompt, settings, flagged(Options, args), args.system, args.use_template)
@@ -244,7 +244,7 @@ def one_prompt(
 
 
 def many_prompts(
-    args: argparse.Namespace, settings: Settings, model: Model, draft: Draft | None, text: str
+    args: Namespace, settings: Settings, model: Model, draft: Draft | None, text: str
 ) -> int:
     """Serve the requests of a file, as many at a time as --max-batch and memory allow.
 
@@ -302,7 +302,7 @@ def print_error(line: Line, index: int) -> None:
     print_json(result, **line.labels)
 
 
-def chat(args: argparse.Namespace, settings: Settings, model: Model, draft: Draft | None) -> int:
+def chat(args: Namespace, settings: Settings, model: Model, draft: Draft | None) -> int:
     """Chat at a terminal. The paged cache holds earlier turns, so they are not read again."""
     engine = start(args, model, draft, max_batch=1)
     longest = engine.max_len
@@ -347,7 +347,7 @@ def chat(args: argparse.Namespace, settings: Settings, model: Model, draft: Draf
 # ---- The program -------------------------------------------------------------------------------
 
 
-def verify_coupled(args: argparse.Namespace) -> None:
+def verify_coupled(args: Namespace) -> None:
     """A seed and --gamma auto imply coupled mode, because γ depends on measured times, so the
     output would otherwise not be reproducible."""
     if args.verify is None and args.draft and args.seed is not None:

@@ -328,6 +328,11 @@ def add_server_flags(p: argparse._ArgumentGroup) -> None:
 def check_server_flags(args: argparse.Namespace) -> None:
     """UserError for flags that a server cannot run with."""
     check_values(args)
+    if args.tensor_parallel != 1 or is_launched():
+        raise UserError(
+            "a server runs in one process: leave out --tensor-parallel and torchrun, or split the "
+            "model for generate.py --prompts"
+        )
     for name, key in (("--api-key", args.api_key), (KEY_VARIABLE, os.environ.get(KEY_VARIABLE))):
         if key and key != key.strip():
             raise UserError(

@@ -62,7 +62,8 @@ class Histogram:
 class Metrics:
     """Counts what the engine does."""
 
-    def __init__(self, model_name: str):
+    def __init__(self, model_name: str, batcher: Batcher):
+        self.batcher = batcher
         text = replace_surrogates(model_name)  # a folder's name may have bytes that are no UTF-8
         escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
         self.label = f'model_name="{escaped}"'
@@ -112,11 +113,12 @@ class Metrics:
 
     # ---- The page /metrics
 
-    def render(self, batcher: Batcher) -> str:
+    def render(self) -> str:
         """All metrics as text."""
-        return "\n".join(self._lines(batcher)) + "\n"
+        return "\n".join(self._lines()) + "\n"
 
-    def _lines(self, batcher: Batcher) -> Iterator[str]:
+    def _lines(self) -> Iterator[str]:
+        batcher = self.batcher
         gauges = {
             "num_requests_running": ("Texts in the batch.", len(batcher.running)),
             "num_requests_waiting": ("Texts in the queue.", len(batcher.waiting)),

@@ -14,7 +14,6 @@ step ends all streams with an error, and the program with its traceback and stat
     0   never: a server ends by a signal (129, 130, 143), an engine's failure (1) or a mistake (2)
 """
 
-import argparse
 import asyncio
 import gc
 import hmac
@@ -26,6 +25,7 @@ import socket
 import sys
 import time
 import traceback
+from argparse import Namespace
 from collections.abc import AsyncIterator, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
@@ -34,6 +34,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import anyio
 import uvicorn
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -53,7 +54,7 @@ from app.connections import (
 from app.flags import KEY_VARIABLE, server_flags
 from app.metrics import Metrics
 from app.openai import Asked, Offer, Reply, model_card, read_request
-from app.shell import is_launched, noted_signals, say, status
+from app.shell import noted_signals, say, status
 from app.state import TextNumbers, snapshot
 from automaton import run_in_thread
 from devices import find_device
@@ -202,8 +203,7 @@ class Application:
         return Json(model_card(self.offer, self.started))
 
     async def show_metrics(self, request: Request) -> Response:
-        batcher = self.batch.engine.batcher
-        text = await self.batch.ask(lambda: self.metrics.render(batcher))
+        text = await self.batch.ask(self.metrics.render)
         return Response(text, media_type="text/plain; version=0.0.4")
 
     async def state(self, request: Request) -> Response:
@@ -284,28 +284,26 @@ class Application:
     async def compile(self, asked: Asked) -> None:
         """Compile the grammar of the texts. HttpError if it, or those of others, take too long."""
         try:
-            compiled = await asyncio.wait_for(self._compile(asked), COMPILE_SECONDS)
+            with anyio.fail_after(COMPILE_SECONDS):
+                await self.compiling.acquire()
+                try:
+                    compiled = asyncio.wrap_future(self.offer.model.grammars.submit(asked.follows))
+                except BaseException:  # no thread could be started
+                    self.compiling.release()
+                    raise
+                compiled.add_done_callback(lambda _: self.compiling.release())
+                await asyncio.shield(compiled)  # a thread is not to be cancelled
         except UserError as error:
             # Much of the grammar may be ours, so the field that asks for it stands for it.
             rule = str(error).replace(str(asked.follows), asked.param)
             raise HttpError(400, rule, param=asked.param) from None
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise Unavailable(
                 f"the grammar was not compiled within {COMPILE_SECONDS:.0f} s: simplify it, or try "
                 "again later"
             ) from None
         for stream in asked.streams:
-            stream.request.compiled = compiled
-
-    async def _compile(self, asked: Asked) -> Any:
-        await self.compiling.acquire()
-        try:
-            compiled = asyncio.wrap_future(self.offer.model.grammars.submit(asked.follows))
-        except BaseException:  # no thread could be started
-            self.compiling.release()
-            raise
-        compiled.add_done_callback(lambda _: self.compiling.release())
-        return await asyncio.shield(compiled)  # a thread is not to be cancelled
+            stream.request.compiled = compiled.result()
 
     async def _results(self, answer: Answer) -> list[Result]:
         try:
@@ -389,14 +387,6 @@ def is_loopback(name: str) -> bool:
 # ---- The program -------------------------------------------------------------------------------
 
 
-def check_one_process(args: argparse.Namespace) -> None:
-    if args.tensor_parallel != 1 or is_launched():
-        raise UserError(
-            "a server runs in one process: leave out --tensor-parallel and torchrun, or split the "
-            "model for generate.py --prompts"
-        )
-
-
 def listen(host: str, port: int) -> socket.socket:
     """UserError if nobody can listen there: the port is in use, say."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -409,7 +399,7 @@ def listen(host: str, port: int) -> socket.socket:
         ) from None
 
 
-def load_engine(args: argparse.Namespace) -> tuple[Model, Engine]:
+def load_engine(args: Namespace) -> tuple[Model, Engine]:
     model, draft = load(args, find_device(args.device))
     return model, start(args, model, draft)
 
@@ -417,7 +407,6 @@ def load_engine(args: argparse.Namespace) -> tuple[Model, Engine]:
 def run_server(arguments: Sequence[str] | None) -> int:
     """Do what the flags ask for -> the exit status."""
     args = server_flags(arguments)
-    check_one_process(args)
     listener = listen(args.host, args.port)  # early: loading takes long; clients wait
     settings = Settings(gamma=args.gamma)
     # OpenMP keeps helpers for each thread that has computed. With more of them than cores they
@@ -427,7 +416,7 @@ def run_server(arguments: Sequence[str] | None) -> int:
     # Without a common key, no client may find out what others ask (lookup.py).
     model.history.is_shared = api_key is not None
     name = args.model_name or str(args.target)
-    metrics = Metrics(name)
+    metrics = Metrics(name, engine.batcher)
     batch = BatchServer(engine, args.max_batch + args.max_queue, metrics.observe)
     application = Application(
         Offer(model, name, engine.max_len, settings=settings),

@@ -676,7 +676,7 @@ def test_the_key_and_the_host_are_those_that_the_program_is_given(flag, variable
 
     monkeypatch.setattr(server, "serve_until_signal", serve_once)
     model = tiny()
-    engine = SimpleNamespace(max_len=300)
+    engine = SimpleNamespace(max_len=300, batcher=None)
     monkeypatch.setattr(server, "load_engine", lambda args: (model, engine))
     monkeypatch.delenv("LLAMA_API_KEY", raising=False)
     if variable is not None:
@@ -953,16 +953,15 @@ def test_metrics_are_those_of_the_rounds_and_results(monkeypatch):
     """A text of four rounds, at 1, 2, 4 and 8 seconds."""
     clock = iter((1.0, 2.0, 4.0, 8.0, 8.0))
     monkeypatch.setattr(metrics_page, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    metrics = Metrics('a "b"\\\udce8')  # a byte that is no UTF-8
+    batcher = Engine(tiny(), None, Options(max_len=100, max_batch=1), tokens=100).batcher
+    metrics = Metrics('a "b"\\\udce8', batcher)  # a byte that is no UTF-8
     request = Request([1] * 7, Settings(seed=0), num_cached_tokens=2, num_preemptions=3)
     for drafts, accepted in [(0, 0), (3, 2), (3, 3), (2, 0)]:
         request.rounds.append(RoundStats(drafts, accepted))
         metrics.observe({request: [1] * (accepted + 1)}, {})
     times = dict(seconds_queued=0.25, seconds_to_first_token=0.75, seconds=2.0)
     metrics.observe({}, {request: Result("", [1], 0, finish_reason="stop", **times)})
-    lines = metrics.render(
-        Engine(tiny(), None, Options(max_len=100, max_batch=1), tokens=100).batcher
-    ).splitlines()
+    lines = metrics.render().splitlines()
     label = 'model_name="a \\"b\\"\\\\\ufffd"'
     numbers = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     wanted = {

@@ -130,7 +130,7 @@ def run(
     draft = load_draft(draft, model)
     limit = min(limit, model.llama.config.max_position_embeddings)
     engine = Engine(model, draft, Options(max_len=limit, max_batch=4), tokens=4 * limit)
-    metrics = Metrics("tiny")
+    metrics = Metrics("tiny", engine.batcher)
     batch = BatchServer(engine, capacity, metrics.observe)
     offer = Offer(model, "tiny", limit, settings=Settings())
 
