@@ -21,7 +21,7 @@ When a request with a later turn gets its first token, that turn becomes the cur
 max_batch first tokens, the next turn does. So no request waits forever (start-time fair queueing).
 
 An exception that concerns one output (if it cannot be decoded, say) ends only that answer. An
-exception in a step ends the engine: every answer fails, and the event `failed` is set.
+exception in a step ends the engine: every answer fails, and the event `ended` is set.
 
 Invariants: a request is in `served` from the command that adds it until it is finished or
 cancelled. All open answers together have at most `capacity` requests, finished ones included.
@@ -164,7 +164,7 @@ class BatchServer:
         self.answers: set[Answer] = set()
         self.asked: set[Future[Any]] = set()
         self.refusal = ""  # why no more requests are accepted
-        self.failed = asyncio.Event()
+        self.ended = asyncio.Event()  # set when the engine fails; others may set it, too
         self.error: BaseException | None = None
         # These belong to the engine thread:
         self.served: dict[Request, ServedRequest] = {}
@@ -256,7 +256,7 @@ class BatchServer:
         for future in self.asked:
             if not future.done():
                 future.set_exception(Unavailable(self.refusal))
-        self.failed.set()
+        self.ended.set()
 
     # ---- The engine thread
 

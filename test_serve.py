@@ -288,7 +288,7 @@ def test_an_exception_of_a_step_ends_all(monkeypatch):
         assert all(isinstance(error, Unavailable) for error in told)
         with pytest.raises(Unavailable, match="the engine has failed"):
             await asyncio.wait_for(question, 5)
-        await server.failed.wait()
+        await server.ended.wait()
         assert isinstance(server.error, ZeroDivisionError)
         for answer in answers:
             server.close(answer)

@@ -212,7 +212,7 @@ class Application:
 
     async def _snapshots(self, wants_headers: bool) -> AsyncIterator[bytes]:
         if self.num_watchers >= MAX_WATCHERS:
-            raise HttpError(429, f"{MAX_WATCHERS} watch already", type="rate_limit_error")
+            raise QueueFull(f"{MAX_WATCHERS} watch already: try again later")
         self.num_watchers += 1
         try:
             while not (wants_headers or self.batch.refusal):
@@ -449,21 +449,18 @@ async def serve_until_signal(
     server: Any, listener: socket.socket, batch: BatchServer, grace: float
 ) -> int:
     """Serve -> the exit status."""
-    signalled = asyncio.Event()
     loop = asyncio.get_running_loop()
-    with noted_signals(partial(loop.call_soon_threadsafe, signalled.set)) as signals:
+    with noted_signals(partial(loop.call_soon_threadsafe, batch.ended.set)) as signals:
         batch.start()
         serving = asyncio.ensure_future(server.serve([listener]))
         host, port, *_ = listener.getsockname()
         host = f"[{host}]" if ":" in host else host
         say(f"serving: a page at http://{host}:{port}/, OpenAI's protocol at /v1; Ctrl-C ends")
         most = files_for(MAX_CONNECTIONS + batch.capacity)
-        watching = close_silent(server.server_state.connections, most)
-        waiting = [
-            asyncio.ensure_future(each)
-            for each in (signalled.wait(), batch.failed.wait(), watching)
-        ]
-        await asyncio.wait([serving, *waiting], return_when=asyncio.FIRST_COMPLETED)
+        watching = asyncio.ensure_future(close_silent(server.server_state.connections, most))
+        for task in (serving, watching):  # neither ends by itself, but by a bug
+            task.add_done_callback(lambda _: batch.ended.set())
+        await batch.ended.wait()
         if signals:
             word = "Ctrl-C" if signals[0] == signal.SIGINT else signal.Signals(signals[0]).name
             say(
@@ -478,8 +475,7 @@ async def serve_until_signal(
             )
             batch.fail_all(Unavailable("the server stops"))
         await serving
-        for task in waiting:
-            task.cancel()
+        watching.cancel()
         batch.stop()
     if batch.error is not None:
         traceback.print_exception(batch.error)
