@@ -509,12 +509,12 @@ def finite(logprob: float) -> float:
     return max(logprob, LEAST_LOGPROB)
 
 
-def model_card(offer: Offer, started: int) -> Fields:
+def model_card(offer: Offer) -> Fields:
     """The model, as /v1/models tells it."""
     return {
         "id": offer.name,
         "object": "model",
-        "created": started,
+        "created": int(time.time()),
         "owned_by": "llama",
         "root": offer.name,
         "max_model_len": offer.limit,

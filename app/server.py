@@ -100,7 +100,7 @@ class Application:
     origins: Collection[str] = ()  # those of pages that may use it, "*" for all
 
     def __post_init__(self) -> None:
-        self.started = int(time.time())
+        self.card = model_card(self.offer)
         self.uploads: set[Upload] = set()
         self.large_bodies = ThreadPoolExecutor(LARGE_BODIES, "large bodies")
         self.compiling = asyncio.Semaphore(MAX_COMPILING)
@@ -190,17 +190,16 @@ class Application:
         return HTMLResponse(PAGE.read_bytes())
 
     async def health(self, request: Request) -> Response:
-        if self.batch.refusal:
-            raise Unavailable(self.batch.refusal)
+        self.batch.check_room(0)
         return Json({"status": "ok"})
 
     async def models(self, request: Request) -> Response:
-        return Json({"object": "list", "data": [model_card(self.offer, self.started)]})
+        return Json({"object": "list", "data": [self.card]})
 
     async def model(self, request: Request) -> Response:
         if request.path_params["name"] != self.offer.name:
             raise HTTPException(404)
-        return Json(model_card(self.offer, self.started))
+        return Json(self.card)
 
     async def show_metrics(self, request: Request) -> Response:
         text = await self.batch.ask(self.metrics.render)
