@@ -49,8 +49,8 @@ class HttpError(Exception):
         return self.message
 
     def to_dict(self) -> dict[str, Any]:
-        names = ("message", "type", "param", "code")
-        return {"error": {name: getattr(self, name) for name in names}}
+        told = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return {"error": told}
 
 
 # ---- The request

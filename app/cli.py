@@ -262,10 +262,6 @@ def many_prompts(
     how = (model, settings, options, args.system, args.use_template, check)
     lines = [*read_requests(texts, *how)]
     streams = []
-    for index, line in enumerate(lines):
-        if line.error is None:
-            prompt = line.fields["prompt"]
-            streams.append(OutputStream(model.tokenizer, line.request, prompt, index=index))
     begin = time.perf_counter()
     num_tokens = 0
 
@@ -283,6 +279,9 @@ def many_prompts(
         for index, line in enumerate(lines):
             if line.error is not None:
                 print_error(line, index)
+                continue
+            prompt = line.fields["prompt"]
+            streams.append(OutputStream(model.tokenizer, line.request, prompt, index=index))
         print_results(engine, streams, report)
     seconds = time.perf_counter() - begin
     num_bad = len(lines) - len(streams)

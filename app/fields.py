@@ -47,12 +47,10 @@ ALIASES = {
     "sampler_seed": "seed",
     "stopping_strings": "stop",
 }
-OFF = (0, "", [], {})  # and False, which is 0 in Python
-ON = (1,)  # and True
-# Values that ask for nothing, and the fields in which they do.
-GROUPS: tuple[tuple[tuple[Any, ...], str], ...] = (
+# Values that ask for nothing, and the fields in which they do. In Python False is 0, and True is 1.
+GROUPS = (
     (
-        OFF,
+        (0, "", [], {}),
         """
         no_repeat_ngram_size penalize_nl penalty_alpha
         repetition_detection bad_words banned_strings custom_token_bans
@@ -71,7 +69,7 @@ GROUPS: tuple[tuple[tuple[Any, ...], str], ...] = (
         """,
     ),
     (
-        ON,
+        (1,),
         """
         repeat_penalty rep_pen encoder_repetition_penalty length_penalty
         do_sample best_of num_beams guidance_scale typical typical_p tfs tfs_z

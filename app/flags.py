@@ -3,10 +3,10 @@
 Nothing slow is imported here, so that --help and a mistake in a flag are shown at once.
 """
 
-import argparse
 import os
 import re
 import sys
+from argparse import ArgumentParser, BooleanOptionalAction, Namespace, _ArgumentGroup
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -55,7 +55,7 @@ GROUPS = {  # of flags -> the settings and options in it
 DECLARED = Settings.__dataclass_fields__ | Options.__dataclass_fields__
 NAMES = {"use_cache": "--cache", "prefix_caching": "--prefix-cache"}  # others: as the setting
 TAKEN = {  # the type of a setting -> how argparse takes its flag
-    "bool": dict(action=argparse.BooleanOptionalAction),
+    "bool": dict(action=BooleanOptionalAction),
     "float": dict(type=number_or_word),
     "int": dict(type=number_or_word),
     "str": {},
@@ -64,7 +64,7 @@ TAKEN = {  # the type of a setting -> how argparse takes its flag
 }
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> ArgumentParser:
     p = Parser(
         "generate.py",
         "Continue a text, answer a prompt or chat with a Llama. Settings that are not given are "
@@ -85,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def generate_flags(arguments: Sequence[str]) -> argparse.Namespace:
+def generate_flags(arguments: Sequence[str]) -> Namespace:
     """The flags of generate.py. SystemExit or UserError for a mistake."""
     args = parser().parse_args(arguments)
     check_flags(args)
@@ -103,7 +103,7 @@ def tell_early(parse: Callable[[Sequence[str]], Any]) -> None:
         sys.exit(code)
 
 
-def add_settings(group: argparse._ArgumentGroup) -> None:
+def add_settings(group: _ArgumentGroup) -> None:
     """Add flags for a group's settings. A flag that is not given is None, or the default if that is
     a number."""
     for name in GROUPS[group.title].split():
@@ -117,14 +117,14 @@ def add_settings(group: argparse._ArgumentGroup) -> None:
         )
 
 
-def flagged(kind: type[T], args: argparse.Namespace) -> T:
+def flagged(kind: type[T], args: Namespace) -> T:
     """The Settings that flags give, except those read from files; or the Options. UserError for a
     value that breaks its rule."""
     given = {name: getattr(args, name, None) for name in kind.__dataclass_fields__.keys() - FILES}
     return kind(**{name: value for name, value in given.items() if value is not None})
 
 
-def add_model_flags(p: argparse._ArgumentGroup) -> None:
+def add_model_flags(p: _ArgumentGroup) -> None:
     p.add_argument(
         "--target",
         default="tiny",
@@ -156,7 +156,7 @@ def add_model_flags(p: argparse._ArgumentGroup) -> None:
     )
 
 
-def add_text_flags(p: argparse._ArgumentGroup) -> None:
+def add_text_flags(p: _ArgumentGroup) -> None:
     add_settings(p)
     p.add_argument("--system", help="a system message, for chat templates")
     either = p.add_mutually_exclusive_group()
@@ -183,7 +183,7 @@ def add_text_flags(p: argparse._ArgumentGroup) -> None:
     )
 
 
-def add_machine_flags(p: argparse._ArgumentGroup) -> None:
+def add_machine_flags(p: _ArgumentGroup) -> None:
     add_settings(p)
     p.add_argument("--device", help="cpu, cuda, cuda:1, … (default: a GPU if there is one)")
     p.add_argument(
@@ -199,7 +199,7 @@ def add_machine_flags(p: argparse._ArgumentGroup) -> None:
     )
 
 
-def add_output_flags(p: argparse._ArgumentGroup) -> None:
+def add_output_flags(p: _ArgumentGroup) -> None:
     p.add_argument(
         "--json",
         action="store_true",
@@ -220,7 +220,7 @@ def add_output_flags(p: argparse._ArgumentGroup) -> None:
     )
 
 
-def check_flags(args: argparse.Namespace) -> None:
+def check_flags(args: Namespace) -> None:
     """UserError for flags that exclude each other, or are out of range."""
     check_values(args)
     if args.prompts and (args.prompt is not None or args.n > 1 or args.color):
@@ -250,7 +250,7 @@ def check_flags(args: argparse.Namespace) -> None:
         raise UserError("--color is for text, not for JSON: leave out --color or --json")
 
 
-def check_values(args: argparse.Namespace) -> None:
+def check_values(args: Namespace) -> None:
     """UserError for a value that breaks its rule, or for a flag about drafts without a draft."""
     flagged(Settings, args)
     flagged(Options, args)
@@ -283,7 +283,7 @@ def server_parser() -> Parser:
     return p
 
 
-def server_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
+def server_flags(arguments: Sequence[str] | None) -> Namespace:
     """The flags of serve.py; None: this program's. SystemExit or UserError for a mistake."""
     p = server_parser()
     args = p.parse_args(arguments)
@@ -292,7 +292,7 @@ def server_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def add_server_flags(p: argparse._ArgumentGroup) -> None:
+def add_server_flags(p: _ArgumentGroup) -> None:
     p.add_argument(
         "--host", default="127.0.0.1", help="the address to listen on (default: only this machine)"
     )
@@ -325,7 +325,7 @@ def add_server_flags(p: argparse._ArgumentGroup) -> None:
     )
 
 
-def check_server_flags(args: argparse.Namespace) -> None:
+def check_server_flags(args: Namespace) -> None:
     """UserError for flags that a server cannot run with."""
     check_values(args)
     if args.tensor_parallel != 1 or is_launched():
