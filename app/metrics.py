@@ -11,7 +11,7 @@ The engine thread observes; `render` is asked there, too, between two steps (ser
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import accumulate
 from weakref import WeakKeyDictionary
 
@@ -39,6 +39,7 @@ COUNTERS = {
     "spec_decode_num_draft_tokens": "Drafts.",
     "spec_decode_num_accepted_tokens": "Accepted drafts.",
 }
+Samples = list[tuple[str, str, float]]  # suffix of the name, labels beside the model's, value
 
 
 class Histogram:
@@ -52,11 +53,10 @@ class Histogram:
         self.counts[bisect_left(BOUNDS, value)] += times
         self.sum += value * times
 
-    def lines(self, name: str, label: str) -> Iterator[str]:
-        for bound, total in zip((*BOUNDS, "+Inf"), accumulate(self.counts)):
-            yield f'{name}_bucket{{{label},le="{bound}"}} {total}'
-        yield f"{name}_sum{{{label}}} {self.sum}"
-        yield f"{name}_count{{{label}}} {total}"
+    def samples(self) -> Samples:
+        totals = zip((*BOUNDS, "+Inf"), accumulate(self.counts))
+        buckets = [("_bucket", f',le="{bound}"', total) for bound, total in totals]
+        return [*buckets, ("_sum", "", self.sum), ("_count", "", sum(self.counts))]
 
 
 class Metrics:
@@ -115,38 +115,35 @@ class Metrics:
 
     def render(self) -> str:
         """All metrics as text."""
-        return "\n".join(self._lines()) + "\n"
+        lines = []
+        for name, kind, words, samples in self._families():
+            lines += [f"# HELP vllm:{name} {words}", f"# TYPE vllm:{name} {kind}"]
+            for suffix, labels, value in samples:
+                lines.append(f"vllm:{name}{suffix}{{{self.label}{labels}}} {value}")
+        return "\n".join(lines) + "\n"
 
-    def _lines(self) -> Iterator[str]:
-        batcher = self.batcher
+    def _families(self) -> Iterator[tuple[str, str, str, Samples]]:
+        """Each metric: its name, kind and meaning, and its samples."""
         gauges = {
-            "num_requests_running": ("Texts in the batch.", len(batcher.running)),
-            "num_requests_waiting": ("Texts in the queue.", len(batcher.waiting)),
-            "kv_cache_usage_perc": ("Share of the cache in use, 0 to 1.", cache_share(batcher)),
+            "num_requests_running": ("Texts in the batch.", len(self.batcher.running)),
+            "num_requests_waiting": ("Texts in the queue.", len(self.batcher.waiting)),
+            "kv_cache_usage_perc": (
+                "Share of the cache in use, 0 to 1.",
+                cache_share(self.batcher),
+            ),
         }
         for name, (words, value) in gauges.items():
-            yield from self._metric(name, "gauge", words, {"": value})
+            yield name, "gauge", words, [("", "", value)]
         for name, words in COUNTERS.items():
-            yield from self._metric(f"{name}_total", "counter", words, {"": self.counts[name]})
+            yield f"{name}_total", "counter", words, [("", "", self.counts[name])]
         words = "Finished texts, by the reason of their end."
-        counts = {f',finished_reason="{reason}"': n for reason, n in self.finished.items()}
-        yield from self._metric("request_success_total", "counter", words, counts)
-        name = "spec_decode_num_accepted_tokens_per_pos_total"
+        samples = [("", f',finished_reason="{why}"', n) for why, n in self.finished.items()]
+        yield "request_success_total", "counter", words, samples
         words = "Accepted drafts, by their place in the round."
-        counts = {f',position="{place}"': n for place, n in self.accepted_at.items()}
-        yield from self._metric(name, "counter", words, counts)
+        samples = [("", f',position="{place}"', n) for place, n in self.accepted_at.items()]
+        yield "spec_decode_num_accepted_tokens_per_pos_total", "counter", words, samples
         for name, words in HISTOGRAMS.items():
-            yield from self._metric(name, "histogram", words, {})
-            yield from self.histograms[name].lines(f"vllm:{name}", self.label)
-
-    def _metric(
-        self, name: str, kind: str, words: str, values: Mapping[str, float]
-    ) -> Iterator[str]:
-        """values: by labels beside the model's."""
-        yield f"# HELP vllm:{name} {words}"
-        yield f"# TYPE vllm:{name} {kind}"
-        for labels, value in values.items():
-            yield f"vllm:{name}{{{self.label}{labels}}} {value}"
+            yield name, "histogram", words, self.histograms[name].samples()
 
 
 def cache_share(batcher: Batcher) -> float:
