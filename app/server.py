@@ -407,7 +407,6 @@ def run_server(arguments: Sequence[str] | None) -> int:
     """Do what the flags ask for -> the exit status."""
     args = server_flags(arguments)
     listener = listen(args.host, args.port)  # early: loading takes long; clients wait
-    settings = Settings(gamma=args.gamma)
     # OpenMP keeps helpers for each thread that has computed. With more of them than cores they
     # sleep between two loops, and each loop waits until they are awake. So this thread ends.
     model, engine = run_in_thread(partial(load_engine, args)).result()
@@ -418,7 +417,7 @@ def run_server(arguments: Sequence[str] | None) -> int:
     metrics = Metrics(name, engine.batcher)
     batch = BatchServer(engine, args.max_batch + args.max_queue, metrics.observe)
     application = Application(
-        Offer(model, name, engine.max_len, settings=settings),
+        Offer(model, name, engine.max_len, Settings(gamma=args.gamma)),
         batch,
         metrics,
         api_key=api_key,

@@ -82,8 +82,8 @@ class ChatTemplate:
         self.vocabulary = vocabulary
         self.source = replace_surrogates(source)
         named = vocabulary.named.values()
-        known = {text for text in vocabulary.added if text in source or text in named}
-        known = {text for text in known if text.strip()}  # spaces control nothing
+        visible = filter(str.strip, vocabulary.added)  # spaces control nothing
+        known = {text for text in visible if text in source or text in named}
         self._letters = "".join(sorted({text[0] for text in known | vocabulary.special.keys()}))
         marks = stand_ins(self._letters)
         self._restore = {ord(mark): chr(letter) for letter, mark in marks.items()}
