@@ -54,6 +54,7 @@ class Batcher:
         self.waiting = deque[Request]()  # ordered by turn, then oldest first
         self.running: list[Request] = []  # oldest first
         self.num_steps = 0
+        self.num_added = 0
         self.retry_at_step = 0  # the step at which the first request in the queue is tried again
 
     def check(self, request: Request) -> None:
@@ -86,6 +87,8 @@ class Batcher:
         """Put a request into the queue. UserError, at once, if it could never be served."""
         self.check(request)
         request.arrived = time.perf_counter()
+        self.num_added += 1
+        request.number = self.num_added
         insort(self.waiting, request, key=lambda waiting: waiting.turn)
         if self.waiting[0] is request:
             self.retry_at_step = 0  # this request has not been tried yet

@@ -53,6 +53,7 @@ class Request:
     sibling: Request | None = None  # this request waits until its sibling has read their prompt
     turn: float = 0.0  # the queue is ordered by turn, then by arrival: serve.py is fair to clients
     arrived: float = 0.0  # seconds, by time.perf_counter
+    number: int = 0  # from 1 on, in the order in which requests come to a batch
     started: float = 0.0  # when the request was first admitted (batcher.py)
     num_preemptions: int = 0
     num_cached_tokens: int = 0  # tokens of the prompt that were cached at the first admission

@@ -55,7 +55,7 @@ from app.flags import KEY_VARIABLE, server_flags
 from app.metrics import Metrics
 from app.openai import Asked, Offer, Reply, model_card, read_request
 from app.shell import noted_signals, say, status
-from app.state import TextNumbers, snapshot
+from app.state import snapshot
 from automaton import run_in_thread
 from devices import find_device
 from errors import UserError, brief
@@ -105,7 +105,6 @@ class Application:
         self.large_bodies = ThreadPoolExecutor(LARGE_BODIES, "large bodies")
         self.compiling = asyncio.Semaphore(MAX_COMPILING)
         self.num_watchers = 0
-        self.text_numbers = TextNumbers()
         routes = [
             Route("/", self.page),
             Route("/health", self.health),
@@ -223,7 +222,7 @@ class Application:
     def take_picture(self) -> dict[str, Any]:
         """Called in the engine thread, between two steps."""
         num_tokens = self.metrics.counts["generation_tokens"]
-        return snapshot(self.batch.engine.batcher, num_tokens, self.text_numbers)
+        return snapshot(self.batch.engine.batcher, num_tokens)
 
     # ---- Texts
 

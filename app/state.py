@@ -15,9 +15,8 @@ Not covered: the draft's own cache.
 from __future__ import annotations
 
 import time
-from itertools import count, islice
+from itertools import islice
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from batcher import Batcher
 from kvcache import Cache
@@ -30,28 +29,14 @@ MAX_WAITING = 64  # rows of the queue that are told
 Picture = dict[str, Any]
 
 
-class TextNumbers:
-    """Numbers texts from 1 on, in the order in which pictures first show them. The server keeps
-    one, so that a text has the same number in all pictures."""
-
-    def __init__(self) -> None:
-        self.numbers = WeakKeyDictionary[Request, int]()
-        self.next_number = count(1)
-
-    def number(self, request: Request) -> int:
-        if request not in self.numbers:
-            self.numbers[request] = next(self.next_number)
-        return self.numbers[request]
-
-
-def snapshot(batcher: Batcher, num_tokens: int, texts: TextNumbers) -> Picture:
+def snapshot(batcher: Batcher, num_tokens: int) -> Picture:
     """The batch as JSON holds it. num_tokens: made since the server began."""
     runner = batcher.runner
     rows = []
     for request in batcher.running:
-        rows.append(picture_row(request, texts) | stored_row(batcher, request))
+        rows.append(picture_row(request) | stored_row(batcher, request))
     for request in islice(batcher.waiting, MAX_WAITING):
-        rows.append(picture_row(request, texts))
+        rows.append(picture_row(request))
     return {
         "seconds": time.perf_counter(),
         "step": batcher.num_steps,
@@ -68,10 +53,10 @@ def snapshot(batcher: Batcher, num_tokens: int, texts: TextNumbers) -> Picture:
 # ---- Rows of the batch ---------------------------------------------------------------------------
 
 
-def picture_row(request: Request, texts: TextNumbers) -> Picture:
+def picture_row(request: Request) -> Picture:
     """A text. In the queue it is not begun, or preempted, so that it has no blocks."""
     return {
-        "number": texts.number(request),
+        "number": request.number,
         "prompt_tokens": request.num_prompt_tokens,
         "tokens": len(request.tokens) - request.num_prompt_tokens,
         "max_tokens": request.settings.max_tokens,

@@ -995,7 +995,7 @@ def test_the_state_is_streamed_while_somebody_listens(monkeypatch):
     monkeypatch.setattr(server, "SNAPSHOT_SECONDS", 0.01)
     taken = []
 
-    def snapshot(batcher, num_tokens, texts):
+    def snapshot(batcher, num_tokens):
         taken.append(threading.current_thread().name)
         return {"running": len(batcher.running)}
 

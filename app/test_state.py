@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app import state
-from app.state import KINDS, TextNumbers, snapshot
+from app.state import KINDS, snapshot
 from generate import Engine
 from loading import Model, load_draft
 from request import Request, Settings
@@ -67,13 +67,13 @@ def test_each_block_has_one_letter_in_every_step(model, lengths, memory):
     states = Counter()
     while engine.batcher.running or engine.batcher.waiting:
         before = copy.deepcopy(engine.caches[0].pool.__dict__ | {"_next_hash": None})
-        picture = json.loads(json.dumps(snapshot(engine.batcher, 0, TextNumbers())))
+        picture = json.loads(json.dumps(snapshot(engine.batcher, 0)))
         assert before == engine.caches[0].pool.__dict__ | {"_next_hash": None}
         check_picture(engine, picture)
         states.update(row["state"] for row in picture["requests"])
         engine.batcher.step()
     assert states["waiting"]
-    check_picture(engine, snapshot(engine.batcher, 0, TextNumbers()))
+    check_picture(engine, snapshot(engine.batcher, 0))
 
 
 def test_a_batch_with_every_state_and_every_class(model):
@@ -88,19 +88,18 @@ def test_a_batch_with_every_state_and_every_class(model):
     while engine.batcher.running or engine.batcher.waiting:
         if engine.batcher.num_steps == 8:
             engine.batcher._preempt(engine.batcher.running[-1])
-        picture = snapshot(engine.batcher, 0, TextNumbers())
+        picture = snapshot(engine.batcher, 0)
         check_picture(engine, picture)
         seen |= {row["state"] for row in picture["requests"]}
         letters |= set(picture["cache"]["blocks"])
         engine.batcher.step()
     assert seen == {"waiting", "reading", "writing", "preempted"}
     assert letters == set("fcst")
-    assert snapshot(engine.batcher, 0, TextNumbers())["requests"] == []
+    assert snapshot(engine.batcher, 0)["requests"] == []
 
 
 def test_a_text_keeps_its_number_and_no_number_comes_again(model):
     engine = Engine(model, None, Options(max_len=64, max_batch=2), tokens=1000)
-    texts = TextNumbers()
     numbers = set()
     for seed in range(4):
         pair = requests(model, [5, 9], 6)
@@ -108,13 +107,12 @@ def test_a_text_keeps_its_number_and_no_number_comes_again(model):
             engine.batcher.add(request)
         seen = set()
         while engine.batcher.running or engine.batcher.waiting:
-            rows = snapshot(engine.batcher, 0, texts)["requests"]
+            rows = snapshot(engine.batcher, 0)["requests"]
             seen.add(tuple(row["number"] for row in rows))
             engine.batcher.step()
         assert len(seen) == 1 and not numbers & {*seen}
         numbers |= seen
-    del pair, request
-    assert numbers == {(1, 2), (3, 4), (5, 6), (7, 8)} and len(texts.numbers) == 0
+    assert numbers == {(1, 2), (3, 4), (5, 6), (7, 8)}
 
 
 def test_speculation_is_that_of_the_runner(model):
@@ -125,12 +123,12 @@ def test_speculation_is_that_of_the_runner(model):
         engine.batcher.add(request)
     for _ in range(4):
         engine.batcher.step()
-    picture = snapshot(engine.batcher, 77, TextNumbers())
+    picture = snapshot(engine.batcher, 77)
     assert picture["num_tokens"] == 77
     assert 0 <= picture["acceptance"] == engine.runner.drafter.acceptance.alpha != 0.7
     assert [row["drafts"] for row in picture["requests"]] == [2, 2, 2]
     plain = Engine(model, None, Options(max_len=100, max_batch=1), tokens=200).batcher
-    assert snapshot(plain, 0, TextNumbers())["acceptance"] is None
+    assert snapshot(plain, 0)["acceptance"] is None
 
 
 def test_a_long_queue_and_a_large_pool_are_cut_but_counted(model, monkeypatch):
@@ -140,7 +138,7 @@ def test_a_long_queue_and_a_large_pool_are_cut_but_counted(model, monkeypatch):
     for request in requests(model, [5] * 6, 5):
         engine.batcher.add(request)
     engine.batcher.step()
-    picture = snapshot(engine.batcher, 0, TextNumbers())
+    picture = snapshot(engine.batcher, 0)
     assert [row["state"] for row in picture["requests"]] == ["writing", "waiting", "waiting"]
     assert (picture["running"], picture["waiting"]) == (1, 5)
     assert len(picture["cache"]["blocks"]) == 5
@@ -153,7 +151,7 @@ def test_other_caches_say_what_they_are(model):
     for request in made:
         engine.batcher.add(request)
     engine.batcher.step()
-    picture = snapshot(engine.batcher, 0, TextNumbers())
+    picture = snapshot(engine.batcher, 0)
     assert picture["cache"] == {"kind": "contiguous", "row_tokens": 64}
     rows = [row["blocks"] for row in picture["requests"]]
     assert sorted(rows) == [[0], [1]]
@@ -166,7 +164,7 @@ def test_the_page_reads_only_what_a_picture_has(model):
     engine = Engine(model, None, Options(max_len=64, max_batch=1), tokens=200)
     engine.batcher.add(requests(model, [5], 5)[0])
     engine.batcher.step()
-    picture = snapshot(engine.batcher, 0, TextNumbers())
+    picture = snapshot(engine.batcher, 0)
     contiguous = state.cache_state(
         Engine(model, None, Options(max_len=64, max_batch=1, kv="contiguous"), tokens=0).caches[0]
     )
