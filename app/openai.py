@@ -119,7 +119,8 @@ def read_request(data: bytes, is_chat: bool, offer: Offer) -> Asked:
     asks, constraint = read_constraint(body)
     settings = replace(read_settings(body, offer), **constraint)
     tags = offer.thoughts if is_chat else None
-    form = AnswerForm(tags, end_of(prompts[0], offer), tools)
+    end = offer.model.tokenizer.decode(prompts[0][-20:], special=True)  # with control tokens
+    form = AnswerForm(tags, end.rstrip(), tools)
     if tags is not None and body.reasoning_format == "none":
         raise bad(
             "reasoning_format", "reasoning_format is 'none': thoughts are always separate; use auto"
@@ -200,11 +201,6 @@ def read_prompts(body: TextBody, offer: Offer) -> list[list[int]]:
 
 def is_tokens(prompt: Any) -> bool:
     return isinstance(prompt, list) and all(type(token) is int for token in prompt)
-
-
-def end_of(prompt: list[int], offer: Offer) -> str:
-    """The last characters of a prompt, with its control tokens, up to white space."""
-    return offer.model.tokenizer.decode(prompt[-20:], special=True).rstrip()
 
 
 def check_characters(conversation: Sequence[Message], offer: Offer) -> None:
