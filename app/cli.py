@@ -257,10 +257,17 @@ def many_prompts(
             raise UserError("gamma needs drafted tokens: name a --draft, or leave gamma out")
         engine.batcher.check(request)
 
-    texts = text.split("\n")  # a text may contain other line ends
-    options = Options(max_len=engine.max_len)
-    how = (model, settings, options, args.system, args.use_template, check)
-    lines = [*read_requests(texts, *how)]
+    lines = list(
+        read_requests(
+            text.split("\n"),  # a text may contain other line ends
+            model,
+            settings,
+            Options(max_len=engine.max_len),
+            args.system,
+            args.use_template,
+            check,
+        )
+    )
     streams = []
     begin = time.perf_counter()
     num_tokens = 0

@@ -32,11 +32,8 @@ Picture = dict[str, Any]
 def snapshot(batcher: Batcher, num_tokens: int) -> Picture:
     """The batch as JSON holds it. num_tokens: made since the server began."""
     runner = batcher.runner
-    rows = []
-    for request in batcher.running:
-        rows.append(picture_row(request) | stored_row(batcher, request))
-    for request in islice(batcher.waiting, MAX_WAITING):
-        rows.append(picture_row(request))
+    rows = [picture_row(request) | stored_row(batcher, request) for request in batcher.running]
+    rows += map(picture_row, islice(batcher.waiting, MAX_WAITING))
     return {
         "seconds": time.perf_counter(),
         "step": batcher.num_steps,
