@@ -144,7 +144,7 @@ def test_links_of_the_site_lead_somewhere(tmp_path):
     whole = "".join(chapters.values())
     others = len(chapters) - TOUR.count("\n## ")  # the start of the tour, and the guides
     assert whole.count("<h1") == len(chapters) and others < 10
-    assert whole.count("<details") == TOUR.count("<details>") > 20
+    assert whole.count("<details") == TOUR.count("<details markdown>") > 20
     assert whole.count('class="filename"') == TOUR.count("```python ") > 20
     for page, text in chapters.items():
         assert 'src="file:' not in text, f"{page.name}: a picture that is not on the site"
@@ -202,7 +202,7 @@ def test_the_first_screen_has_a_number_of_the_results():
 
 
 def test_code_in_the_tour_is_that_of_the_pages():
-    pattern = r"^In `([\w.]+)`:\n\n```python (\S+)\n(.*?)\n```$"
+    pattern = r'^In `([\w.]+)`:\n\n```python title="(\S+)"\n(.*?)\n```$'
     pieces = re.findall(pattern, TOUR, re.DOTALL | re.MULTILINE)
     assert len(pieces) == TOUR.count("```python") >= 15
     for name, page, code in pieces:

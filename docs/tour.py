@@ -132,16 +132,14 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """A document's text, as mkdocs reads it."""
+    """A document's text, with links to files that are not on the site."""
     source = f"{config.repo_url}/blob/HEAD" if config.repo_url else ROOT.as_uri()
 
     def link(found: re.Match[str]) -> str:
         path = urljoin(page.file.src_uri, found[1])
         return found[0] if path in files.src_uris else f"]({source}/{path}"
 
-    text = re.sub(r"^```python (\S+)$", r'```python title="\1"', markdown, flags=re.MULTILINE)
-    text = text.replace("<details>", "<details markdown>")
-    return re.sub(r"\]\((?!https?:)([^)#\s]+)", link, text)
+    return re.sub(r"\]\((?!https?:)([^)#\s]+)", link, markdown)
 
 
 if __name__ == "__main__":
