@@ -300,7 +300,9 @@ def add_server_flags(p: _ArgumentGroup) -> None:
         "--port", type=int, default=8000, help="the port; 0 takes a free one (default 8000)"
     )
     p.add_argument(
-        "--api-key", help=f"a key that clients must send (default: {KEY_VARIABLE}, if it is set)"
+        "--api-key",
+        default=os.environ.get(KEY_VARIABLE) or None,
+        help=f"a key that clients must send (default: {KEY_VARIABLE}, if it is set)",
     )
     p.add_argument(
         "--allow-origin",
@@ -333,11 +335,11 @@ def check_server_flags(args: Namespace) -> None:
             "a server runs in one process: leave out --tensor-parallel and torchrun, or split the "
             "model for generate.py --prompts"
         )
-    for name, key in (("--api-key", args.api_key), (KEY_VARIABLE, os.environ.get(KEY_VARIABLE))):
-        if key and key != key.strip():
-            raise UserError(
-                f"{name} begins or ends with a space, which a header cannot: remove the space"
-            )
+    if args.api_key is not None and args.api_key != args.api_key.strip():
+        raise UserError(
+            f"--api-key (or {KEY_VARIABLE}) begins or ends with a space, which a header cannot: "
+            "remove the space"
+        )
     for origin in args.allow_origin:
         if not re.fullmatch(ORIGIN, origin):
             raise UserError(

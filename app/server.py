@@ -51,7 +51,7 @@ from app.connections import (
     close_silent,
     files_for,
 )
-from app.flags import KEY_VARIABLE, server_flags
+from app.flags import server_flags
 from app.metrics import Metrics
 from app.openai import Asked, Offer, Reply, model_card, read_request
 from app.shell import noted_signals, say, status
@@ -409,9 +409,8 @@ def run_server(arguments: Sequence[str] | None) -> int:
     # OpenMP keeps helpers for each thread that has computed. With more of them than cores they
     # sleep between two loops, and each loop waits until they are awake. So this thread ends.
     model, engine = run_in_thread(partial(load_engine, args)).result()
-    api_key = args.api_key or os.environ.get(KEY_VARIABLE) or None
     # Without a common key, no client may find out what others ask (lookup.py).
-    model.history.is_shared = api_key is not None
+    model.history.is_shared = args.api_key is not None
     name = args.model_name or str(args.target)
     metrics = Metrics(name, engine.batcher)
     batch = BatchServer(engine, args.max_batch + args.max_queue, metrics.observe)
@@ -419,7 +418,7 @@ def run_server(arguments: Sequence[str] | None) -> int:
         Offer(model, name, engine.max_len, Settings(gamma=args.gamma)),
         batch,
         metrics,
-        api_key=api_key,
+        api_key=args.api_key,
         is_local=is_loopback(args.host),
         origins=args.allow_origin,
     )

@@ -1159,7 +1159,7 @@ def test_mistakes_are_one_line(capsys):
         --allow-origin http://a:80 → --allow-origin is 'http://a:80'
         --allow-origin https://[::1]:443 → --allow-origin is 'https://[::1]:443'
         --tensor-parallel 2 → a server runs in one process
-        --api-key 'a{line}' → --api-key begins or ends with a space
+        --api-key 'a{line}' → --api-key (or LLAMA_API_KEY) begins or ends with a space
         --host {byte} → cannot listen on
         --host no.such.host.invalid → cannot listen on no.such.host.invalid
         --prompts x → unrecognized arguments
