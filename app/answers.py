@@ -61,7 +61,8 @@ class CallFormat(NamedTuple):
     written: str  # a call of tools.NAME with tools.ARGUMENTS
     opening: str  # the tag before it, or nothing
     closing: str  # the tag behind it, or nothing
-    separator: str | None  # between two calls; None: a message of its template has one call
+    separator: str | None  # between two calls; None: none stand side by side (but in a list)
+    one_call: bool  # a message of its template has one call at most
 
 
 def pattern(text: str) -> regex.Pattern:

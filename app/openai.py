@@ -153,7 +153,7 @@ def read_chat(body: ChatBody, tools: Tools | None, offer: Offer) -> list[list[in
     if not body.messages:
         raise bad("messages", "messages must be a list of at least one message")
     form = offer.call_format
-    one_call = isinstance(form, CallFormat) and form.separator is None
+    one_call = isinstance(form, CallFormat) and form.one_call
     conversation = read_conversation(body.messages, one_call)
     how = template_options(body)
     declared = None

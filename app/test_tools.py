@@ -235,6 +235,28 @@ def test_the_form_of_calls_is_asked_of_the_template(written):
     assert call_format(lambda *asked, **how: "", []).startswith("leave it out")
 
 
+CALLS = {  # how a template lays calls out; whether a message has one of them at most
+    "{% for c in m.tool_calls %}CALL{% endfor %}": False,
+    "<c>[{% for c in m.tool_calls %}{{ ', ' if not loop.first }}CALL{% endfor %}]</c>": False,
+    "{% set c = m.tool_calls[0] %}CALL": True,
+    "{% if m.tool_calls | length > 1 %}{{ raise_exception('') }}{% endif %}"
+    "{% set c = m.tool_calls[0] %}CALL": True,
+}
+
+
+@pytest.mark.parametrize("calls, one_call", CALLS.items())
+def test_a_template_says_whether_a_message_may_have_several_calls(calls, one_call):
+    call = '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
+    calls = calls.replace("CALL", call)
+    source = "{{ tools }}{% for m in messages %}{{ m.content }}{% if m.tool_calls %}"
+    source += f"{calls}{{% endif %}}\n{{% endfor %}}"
+
+    def lay_out(messages, tools):
+        return render(source, {"messages": messages, "tools": tools})[0]
+
+    assert call_format(lay_out, []).one_call == one_call
+
+
 # ---- Grammars
 
 
