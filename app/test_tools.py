@@ -219,7 +219,8 @@ def test_the_form_of_calls_is_asked_of_the_template(written):
     call = f"{{% set f = c.function %}}{{% set a = f.arguments %}}{call}\n"
     source = (
         "{{ tools[0].function.name }}"
-        "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}"
+        "{% for m in messages %}<|im_start|>{{ m.role }} "
+        "{{ '<think></think>' if m.content }}{{ m.content }}"
         f"{{% for c in m.tool_calls or [] %}}{call}{{% endfor %}}<|im_end|>{{% endfor %}}"
     )
 

@@ -57,7 +57,8 @@ def call_format(lay_out: Callable[..., str], control: Collection[str]) -> CallFo
 
     plain = answered(TEXT)
     once = answered("", f"{ID}0")
-    written = once[len(os.path.commonprefix([plain, once])) :]
+    common = os.path.commonprefix([plain, once])
+    written = once.removeprefix(re.sub(r"[<\[][^]<>\s]*\Z", "", common))  # a tag begins with both
     if NAME not in plain + once:
         return NO_TOOLS
     if NAME not in written:
