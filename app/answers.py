@@ -80,6 +80,7 @@ HEAD = pattern(  # of a call, up to its arguments
     r'"(?:arguments|parameters)"␣:␣\{'
 )
 FOOT = pattern(rf"(?:␣,␣{PAIR}){{0,3}}␣\}}")  # of a call, behind its arguments
+BRACE = pattern(r"␣\}")
 MARK = pattern(r'["{}]')  # on which the end of JSON depends
 MARK_IN_STRING = pattern(r'(?s)\\.|"')
 # A text without tags that is JSON may be an answer, so only what may be a call is held back.
@@ -183,7 +184,7 @@ class AnswerReader:
         first = pattern(f"␣{opening}")
         another = pattern(rf"[,;]?␣(?=\{{)|{opening}")  # behind a call, with the same tag or not
         closing = pattern(end)
-        end_of_block = pattern(rf"{end}|(?={opening})" if tag else end)
+        end_of_block = pattern(rf'"|{end}|(?={opening})' if tag else NEVER)
         begun = yield from self._match(first)
         while begun or tag:
             if not begun:
@@ -207,6 +208,8 @@ class AnswerReader:
         self._begin(head["name"], "{")
         self.has_called = yield from self._read_arguments(partial(self._tell, self.num_calls - 1))
         yield from self._match(FOOT, may_be_cut=True)
+        while (yield from self._match(BRACE)):  # one too many
+            pass
         yield from self._skip_space()
         yield from self._match(closing, may_be_cut=True)
         return True
@@ -237,9 +240,16 @@ class AnswerReader:
         return True
 
     def _read_block(self, begun: str, end_of_block: regex.Pattern) -> Steps:
-        """Read a call with its keys in any order, or a list of calls -> whether it is one."""
+        """Read a call with its keys in any order, or a list of calls -> whether it is one. A tag
+        within a string ends nothing."""
         parts: list[str] = []
-        last = yield from self._until(end_of_block, parts.append)
+        mark = end_of_block
+        last = yield from self._until(mark, parts.append)
+        while last and (last[0] == '"' or mark is MARK_IN_STRING):
+            parts.append(last[0])
+            if last[0] == '"':
+                mark = end_of_block if mark is MARK_IN_STRING else MARK_IN_STRING
+            last = yield from self._until(mark, parts.append)
         block = "".join(parts)
         calls = calls_in(block, self.functions)
         for function, arguments in calls:

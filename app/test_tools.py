@@ -43,6 +43,7 @@ SAID = '{"text": "}\\"{\\\\", "to": {"x": [{}]}}'
 OTHER = '{"name": "sub", "arguments": {}}'
 TEXT = '{"name": "add", "arguments": "no"}'
 SPOILT = '{"name": "add", "arguments": {"a": one [}}}'
+QUOTED = '{"text": "a\\"</tool_call> <tool_call>{"}'
 SWAPPED = '{"arguments": {"a": 1}, "name": "add"}'
 Calls = list[tuple[str, str]]  # names, arguments
 
@@ -75,6 +76,8 @@ READ: list[tuple[str, str, Calls]] = [  # a text, its content, its calls
     (tag('{"name": "add", "arguments": null}'), "", [("add", "{}")]),
     (tag('{"name": "add"}'), "", [("add", "{}")]),
     (tag(f"[{ADD}, {ADD}]") + tag(ADD), "", READ_ADD * 3),
+    (tag(f'{{"arguments": {QUOTED}, "name": "say"}}') + "So", "So", [("say", QUOTED)]),
+    (tag(ADD + "}") + "So", "So", READ_ADD),
     (SWAPPED, "", READ_ADD),
     (f"[{ADD}]", "", READ_ADD),
     (f"[{ADD}] So", f"[{ADD}] So", []),
@@ -97,7 +100,7 @@ READ: list[tuple[str, str, Calls]] = [  # a text, its content, its calls
     (SAY[: SAY.index("\\") + 1], "", [("say", SAID[: SAID.index("\\") + 1])]),
     (tag(ADD)[:-14], "", [("add", '{"a": 1}')]),
     (tag(ADD)[:-3], "", [("add", '{"a": 1}')]),
-    (tag(SPOILT), "}\n</tool_call>", [("add", '{"a": one [}')]),
+    (tag(SPOILT), "", [("add", '{"a": one [}')]),
 ]
 
 
@@ -147,6 +150,7 @@ PARTS = [
     " ",
     '{"name": ',
     "\\",
+    '"',
     "}",
     "Hi",
 ]
@@ -185,8 +189,9 @@ def test_white_space_without_an_end_is_not_held_back(begun):
         tag(SWAPPED[:-1] + 5000 * ', "b": {}'),
         tag(ADD[:-2] + 20_000 * ', "b": {}'),
         20_000 * tag(OTHER),
+        "<tool_call>[" + 99_999 * '"',
     ],
-    ids=range(5),
+    ids=range(6),
 )
 def test_reading_takes_time_in_proportion_to_the_text(text):
     """All at once, and in two pieces."""

@@ -55,7 +55,11 @@ def with_tools(folder: Path, is_tagged: bool) -> Path:
 
 CALL = '{"name": "zqname", "arguments": \0}'
 TAGGED = CallFormat(
-    f"<tool_call>\n{CALL}\n</tool_call>", "<tool_call>", "</tool_call>", separator="\n", one_call=False
+    f"<tool_call>\n{CALL}\n</tool_call>",
+    opening="<tool_call>",
+    closing="</tool_call>",
+    separator="\n",
+    one_call=False,
 )  # Qwen's, Hermes'
 BARE = CallFormat(CALL.replace("arguments", "parameters"), "", "", None, True)  # Llama 3.1's
 
