@@ -49,10 +49,12 @@ class Thoughts(NamedTuple):
 
     @classmethod
     def of(cls, template: str) -> Thoughts | None:
-        """The tags that a chat template names: <think>, [THINK], <thought>, <reasoning>, …. Where a
-        model does not write them, they have no effect."""
-        found = regex.search(r"(?i)([<\[])/(\w*(?:think|thought|reason)\w*[>\]])", template)
-        return found and cls(found[1] + found[2], found[0])
+        """The tags that a chat template names: <think>, [THINK], <thought>, <seed:think>, …; of
+        several the shortest, which is not <reasoning_effort>. Where a model does not write them,
+        they have no effect."""
+        found = regex.findall(r"(?i)[<\[]/[\w:]*(?:think|thought|reason)\w*[>\]]", template)
+        closing = min(found, key=len, default=None)
+        return closing and cls(closing.replace("/", ""), closing)
 
 
 class CallFormat(NamedTuple):
