@@ -46,6 +46,7 @@ ALIASES = {
     "n_predict": "max_tokens",
     "sampler_seed": "seed",
     "stopping_strings": "stop",
+    "think": "enable_thinking",
 }
 OFF = (0, "", [], {})  # and False, which is 0 in Python
 ON = (1,)  # and True
@@ -93,7 +94,7 @@ HARMLESS = set(
     user safety_identifier metadata request_id session_id service_tier api_type api_server
     legacy_api prediction
     cache_prompt prompt_cache_key prompt_cache_options prompt_cache_retention id_slot n_cache_reuse
-    n_keep n_discard truncation_length truncation_side backend_sampling stream_interval
+    keep_alive n_keep n_discard truncation_length truncation_side backend_sampling stream_interval
     speculative.n_max speculative.n_min speculative.p_min speculative.type
     speculative.ngram_size_n speculative.ngram_size_m speculative.ngram_m_hits speculative_ngram
     preserved_tokens grammar_lazy grammar_triggers

@@ -188,6 +188,7 @@ def test_a_reasoning_effort_of_none_asks_not_to_think(tmp_path):
 
         plain = prompt(reasoning_effort="auto")
         assert prompt(reasoning_effort="none") == plain + model.tokenizer.encode(asked)
+        assert prompt(think=False) == prompt(reasoning_effort="none")
         if asked:
             thinks = dict(chat_template_kwargs={"enable_thinking": True})
             assert prompt(reasoning_effort="none", **thinks) == prompt(**thinks) != plain
