@@ -177,7 +177,7 @@ CONTENTS = st.lists(st.sampled_from(INERT_FRAGMENTS), max_size=7).map("".join)
 
 
 @pytest.mark.parametrize("name", ZOO)
-@given(st.booleans(), st.lists(CONTENTS, min_size=1, max_size=4), st.booleans())
+@given(st.booleans(), st.lists(CONTENTS, min_size=2, max_size=4), st.booleans())
 def test_no_decision_of_a_template_changes(name, has_system, contents, more):
     """The text is the one of the messages as they stand, and its control tokens are those whose
     letters no message has."""
@@ -221,14 +221,14 @@ PARTS_ALONE = (
     "{% for part in m.content %}{% if part.type == 'text' %}"
     "{{ part.text | trim }}{% endif %}{% endfor %}{% endfor %}"
 )
-TURNS = [("user", "a <|end|>"), ("assistant", "b"), ("user", " c <|end|>\n"), ("other", "d")]
+TURNS = [("user", "a <|end|>"), ("assistant", "b"), ("user", " c <|end|>\n"), ("assistant", "d")]
 
 
 @pytest.mark.parametrize(
     "source, expected",
     [
-        (PARTS_ALONE, "[user]a <|end|>[assistant]b[user]c <|end|>[other]d"),
-        ("c <|end|>" + PARTS_ALONE, "c [user]a <|end|>[assistant]b[user]c <|end|>[other]d"),
+        (PARTS_ALONE, "[user]a <|end|>[assistant]b[user]c <|end|>[assistant]d"),
+        ("c <|end|>" + PARTS_ALONE, "c [user]a <|end|>[assistant]b[user]c <|end|>[assistant]d"),
         ("{{ messages[2].content[0]['text'].strip() }}", "c <|end|>"),  # of a text, a mistake
         (
             "{{ 'a list' if messages[0].content is not string else messages[2].content }}",
@@ -248,7 +248,16 @@ def test_the_last_user_message_is_not_lost_in_silence():
     changed = "{{ messages[2].content.replace('c', '').strip() }}"
     with pytest.warns(UserWarning, match="changes the last user message"):
         assert plain(layout(None, changed, *TURNS)) == "<|end|>"
-    assert plain(layout(None, "hi", ("other", "d"), ("user", " "))) == "hi"
+    assert plain(layout(None, "hi", ("assistant", "d"), ("user", " "))) == "hi"
+
+
+def test_no_instruction_and_no_result_is_left_out_in_silence():
+    source = "{% for m in messages if m.role != ROLE %}{{ m.content | upper }}{% endfor %}"
+    for role in ("tool", "system", "developer"):
+        turns = [("user", "A"), (role, "<|end|> it"), ("user", "B")]
+        with pytest.raises(UserError, match=f"leaves message 2 out, whose role is '{role}'"):
+            layout(None, source.replace("ROLE", f"'{role}'"), *turns)
+        assert plain(layout(None, source.replace("ROLE", "''"), *turns)) == "A<|END|> ITB"
 
 
 def test_generation_is_a_block_that_leaves_no_trace():
@@ -256,7 +265,7 @@ def test_generation_is_a_block_that_leaves_no_trace():
         "{% set x = 'a' %}{%- generation -%} {% set x = 'b' %}{{ x }}{% endgeneration %}\n{{ x }}"
         "{%generation%}c{%+ endgeneration +%}"
     )
-    assert plain(layout(None, source, ("other", ""))) == "bac"
+    assert plain(layout(None, source, ("assistant", ""))) == "bac"
 
 
 def test_an_added_token_of_spaces_controls_nothing():
@@ -271,7 +280,7 @@ def test_templates_compare_and_trim_messages():
         "{% for m in messages %}{% if m.role == 'user' and '<' in m.content %}"
         "<|start|>{{ m.content | trim }}<|end|>{% endif %}{% endfor %}"
     )
-    ids = layout(None, source, ("user", "  <b> <|end|> x \n"), ("other", "<"))
+    ids = layout(None, source, ("user", "  <b> <|end|> x \n"), ("assistant", "<"))
     assert controls_in(ids) == ["<|start|>", "<|end|>"]
     assert plain(ids) == "<b> <|end|> x"
 
@@ -281,12 +290,12 @@ def test_templates_find_what_transformers_gives_them():
     for source, expected in (
         ("{% for m in messages %}\n" + block + "{% endfor %}\n", "é<|end|>\n"),
         ("{% for m in messages %}{% break %}{% endfor %}x", "x"),
-        ("{{ messages[0] | tojson }}", '{"role": "other", "content": "é<|end|>"}'),
+        ("{{ messages[0] | tojson }}", '{"role": "assistant", "content": "é<|end|>"}'),
         ("{{ strftime_now('%%') }}", "%"),
         ("{{ add_generation_prompt }}", "False"),
         ("{{ tools is none and documents is none }}", "True"),
     ):
-        ids = layout(None, source, ("other", "é<|end|>"))
+        ids = layout(None, source, ("assistant", "é<|end|>"))
         assert plain(ids) == expected and controls_in(ids) == [], source
     named = dict(bos_token="<|start|>", eos_token="<|end|>")
     assert layout(None, "{{ bos_token }}a{{ eos_token }}{{ pad_token }}", **named) == [
@@ -298,7 +307,7 @@ def test_templates_find_what_transformers_gives_them():
 
 def test_a_lone_surrogate_is_a_replacement_character():
     assert layout(None, "\udc80" + TRIMMED, ("user", "a\ud800b")) == encode("\ufffda\ufffdb")
-    assert layout(None, r"{{ '\udfff' }}", ("other", "a")) == encode("\ufffd")
+    assert layout(None, r"{{ '\udfff' }}", ("assistant", "a")) == encode("\ufffd")
 
 
 def test_control_tokens_may_begin_with_a_thousand_letters():
