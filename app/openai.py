@@ -152,9 +152,7 @@ def read_chat(body: ChatBody, tools: Tools | None, offer: Offer) -> list[list[in
     """The tokens of a conversation. A model without a chat template goes on from its texts."""
     if not body.messages:
         raise bad("messages", "messages must be a list of at least one message")
-    form = offer.call_format
-    one_call = isinstance(form, CallFormat) and form.one_call
-    conversation = read_conversation(body.messages, one_call)
+    conversation = conversation_of(body, offer)
     how = template_options(body)
     declared = None
     if tools is not None:
@@ -169,6 +167,13 @@ def read_chat(body: ChatBody, tools: Tools | None, offer: Offer) -> list[list[in
             tokens = offer.model.encode(text, most=most)
     check_length("messages", tokens, offer)
     return [tokens]
+
+
+def conversation_of(body: ChatBody, offer: Offer) -> list[Message]:
+    """The messages for the template, which may want one call in a message."""
+    form = offer.call_format
+    one_call = isinstance(form, CallFormat) and form.one_call
+    return read_conversation(body.messages, one_call)
 
 
 def template_options(body: ChatBody) -> Fields:

@@ -17,6 +17,7 @@ from app.asgi import HttpError
 from app.conversation import read_conversation
 from app.fields import ChatBody, Function
 from app.openai import Offer, Reply
+from app.requests import Line, read_requests
 from app.server import http_error
 from app.tools import Tools, call_format, call_grammar
 from checkpoint.sandbox import render
@@ -25,7 +26,7 @@ from errors import UserError
 from loading import Model
 from request import Result
 from serve import Update
-from settings import Grammar, Settings
+from settings import Grammar, Options, Settings
 from testing.http import (
     CHAT,
     events,
@@ -546,6 +547,21 @@ def test_results_are_bound_to_calls_by_their_ids(one_call):
     for ids in ("ab", "b"):
         with pytest.raises(HttpError, match=r"^messages\[\d\].tool_call_id is 'b': no call before"):
             told(called("a"), *map(result, ids))
+
+
+def test_calls_in_a_line_of_a_file_are_read_as_by_a_server(model):
+    offer = Offer(model, "tiny", 900, settings=Settings())
+    messages = [{"role": "user", "content": "Hi"}, called(*"ab") | {"content": None}]
+
+    def read_line(*results: dict) -> Line:
+        lines = [json.dumps({"messages": [*messages, *results]})]
+        how = (Settings(max_tokens=1), Options(), None, None, lambda request: None)
+        return next(read_requests(lines, model, *how))
+
+    results = [result("b"), result("a")]
+    (stream,) = read(True, offer, messages=[*messages, *results]).streams
+    assert read_line(*results).request.tokens == stream.request.tokens
+    assert "is 'c': no call before it" in str(read_line(result("c")).error)
 
 
 def test_functions_reach_the_template_as_they_were_sent():
