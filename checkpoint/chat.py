@@ -17,7 +17,7 @@ Invariants:
   - The text is the one that the template makes of the messages as they were written.
   - The last user message is in it: as a text or, for templates that want these, as a list of parts.
     A template that changes it is told; one that leaves it out is refused.
-  - No instruction, and no result of a tool, is left out.
+  - No instruction, and no result of a tool, is left out; nor is a call, if the template has calls.
 
 sandbox.py runs the template: on the messages as they were written; again with stand-ins, if they
 have letters that begin a control token. Only where the last user message might be lost, it runs
@@ -124,16 +124,19 @@ class ChatTemplate:
         turns, options = json.loads(replace_surrogates(written))
         text = self._with_last(turns, options)
         shown = swap(text, self._restore)
-        unseen = [
-            turn["role"] not in ("user", "assistant") and turn["content"].strip() not in shown
-            for turn in turns
-        ]
-        others = [turn | {"content": UNUSED} if new else turn for turn, new in zip(turns, unseen)]
-        if any(unseen) and self._lay_out(others, str, options)[0] == text:
-            n = unseen.index(True)
+        others = []
+        for turn in turns:
+            calls = turn.get("tool_calls", []) if "tool_calls" in self.source else []
+            if any(call["function"]["name"] not in shown for call in calls):
+                turn = turn | {"tool_calls": []}
+            if turn["role"] not in ("user", "assistant") and turn["content"].strip() not in shown:
+                turn = turn | {"content": UNUSED}
+            others.append(turn)
+        if others != turns and self._lay_out(others, str, options)[0] == text:
+            n = [turn == other for turn, other in zip(turns, others)].index(False)
             raise UserError(
-                f"the chat template leaves message {n + 1} out, whose role is "
-                f"{brief(repr(turns[n]['role']))}: leave it out, or change its role"
+                f"the chat template leaves message {n + 1} out, or its calls, as one of "
+                f"{brief(repr(turns[n]['role']))}: remove it, or change its role"
             )
         return text
 

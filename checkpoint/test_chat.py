@@ -255,9 +255,21 @@ def test_no_instruction_and_no_result_is_left_out_in_silence():
     source = "{% for m in messages if m.role != ROLE %}{{ m.content | upper }}{% endfor %}"
     for role in ("tool", "system", "developer"):
         turns = [("user", "A"), (role, "<|end|> it"), ("user", "B")]
-        with pytest.raises(UserError, match=f"leaves message 2 out, whose role is '{role}'"):
+        with pytest.raises(UserError, match=f"leaves message 2 out, .* as one of '{role}'"):
             layout(None, source.replace("ROLE", f"'{role}'"), *turns)
         assert plain(layout(None, source.replace("ROLE", "''"), *turns)) == "A<|END|> ITB"
+
+
+def test_no_call_is_left_out_in_silence():
+    """As in R1's template, which has calls beside a content of none alone."""
+    source = "{% for m in messages %}{{ m.content }}{% if m.tool_calls and m.content == CONTENT %}"
+    source += "{{ m.tool_calls[0].function.name }}{% endif %}{% endfor %}"
+    calls = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+    turns = [dict(role="assistant", content="", tool_calls=calls)]
+    told = template_of(None, source.replace("CONTENT", "''")).tokens(turns, False, encode)
+    assert plain(told) == "f"
+    with pytest.raises(UserError, match="leaves message 1 out, or its calls"):
+        template_of(None, source.replace("CONTENT", "none")).tokens(turns, False, encode)
 
 
 def test_generation_is_a_block_that_leaves_no_trace():
@@ -351,11 +363,12 @@ def test_no_tool_holds_a_control_token_nor_does_a_call():
     )
     template = template_of(None, source, {"type": 1004})
     tools = [{"type": "<|end|>", "<|endless|>": {"\ud800": ["type", 1, None]}}]
-    message = {"role": "assistant", "content": "Hi", "tool_calls": [{"<|end|>": "<|start|>"}]}
+    calls = [{"function": {"name": "f"}, "<|end|>": "<|start|>"}]
+    message = {"role": "assistant", "content": "Hi", "tool_calls": calls}
     ids = template.tokens([message], False, encode, tools=tools)
     assert ids[0] == 1002 and not [id for id in ids[1:] if id > 255 and id != 1004]
     laid_out = json.dumps(tools, indent=1, ensure_ascii=False).replace("\ud800", "\ufffd")
-    assert plain(ids) == laid_out + "<|end|>Hi" + json.dumps(message["tool_calls"][0])
+    assert plain(ids) == laid_out + "<|end|>Hi" + json.dumps(calls[0])
 
 
 def test_a_template_gets_what_it_names_of_a_message():
