@@ -228,7 +228,7 @@ class ChatMessage(Listed):
 
     labels = (
         "id opts agent model messageId traceId timestamp usage parsed reasoning_details "
-        "thinking_blocks provider_specific_fields"
+        "thinking_blocks provider_specific_fields extra_fields"
     ).split()
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: List[Part] = []

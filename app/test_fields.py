@@ -211,7 +211,7 @@ def test_an_object_in_a_body_has_a_closed_list():
 
 def test_what_other_clients_add_to_a_message_is_read_as_the_message():
     labels = {"id": 7, "opts": {"visible": False}, "tool_calls": [], "refusal": None, "name": "A"}
-    labels |= {"type": "text", "metadata": {"_db_id": "7c"}}
+    labels |= {"type": "text", "metadata": {"_db_id": "7c"}, "extra_fields": {}}
     part = {"type": "text", "text": PROMPT, "cache_control": {"type": "ephemeral"}}
     reply = {"role": "assistant", "content": None, "reasoning_content": "So.", "reasoning": "So."}
     plain = [{"role": "user", "content": PROMPT}, {"role": "assistant", "content": ""}]
