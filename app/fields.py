@@ -260,6 +260,12 @@ class Outputs(Listed):
     json_object: bool = False
 
 
+class Thinking(Listed):
+    """Whether the model is to think, as DeepSeek's and Anthropic's clients ask."""
+
+    type: Literal["auto", "enabled", "disabled"] = "auto"
+
+
 class StreamOptions(Listed):
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -307,6 +313,7 @@ class ChatBody(Body):
     reasoning_effort: str = Field("auto", pattern=r"^\w{1,32}$")
     reasoning_format: Literal["none", "auto", "deepseek"] = "auto"
     enable_thinking: bool | None = None
+    thinking: Thinking = Thinking()
     chat_template_kwargs: dict[str, Any] = {}
 
     @field_validator("tool_choice", mode="before")

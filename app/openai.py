@@ -181,7 +181,9 @@ def template_options(body: ChatBody) -> Fields:
     options: Fields = {"enable_thinking": body.enable_thinking}
     if body.reasoning_effort != "auto":
         options["reasoning_effort"] = body.reasoning_effort
-    if body.reasoning_effort == "none" and body.enable_thinking is None:
+    if body.enable_thinking is None and body.thinking.type != "auto":
+        options["enable_thinking"] = body.thinking.type == "enabled"
+    if body.reasoning_effort == "none" and options["enable_thinking"] is None:
         options["enable_thinking"] = False
     options |= body.chat_template_kwargs
     for name, value in options.items():

@@ -183,6 +183,7 @@ OBJECTS = table(
     message {"prefix": true} → messages[0].prefix is not supported
     message {"role": "assistant", "reasoning_content": ["b"]} → messages[0].reasoning_content is
     message {"role": "tool", "tool_call_id": "c1"} → messages[0].tool_call_id is 'c1': no call
+    asked {"thinking": {"type": "enabled", "budget_tokens": 9}} → thinking.budget_tokens is not
     asked {"chat_template_kwargs": {"tools": 1}} → chat_template_kwargs.tools is not supported
     asked {"chat_template_kwargs": {"level": "<a>"}} → chat_template_kwargs.level is not supported
     message {"content": [{"type": "text", "text": "a", "detail": 1}]} → content[0].detail
