@@ -134,9 +134,10 @@ class ChatTemplate:
             others.append(turn)
         if others != turns and self._lay_out(others, str, options)[0] == text:
             n = [turn == other for turn, other in zip(turns, others)].index(False)
+            role = brief(repr(turns[n]["role"]))
             raise UserError(
-                f"the chat template leaves message {n + 1} out, or its calls, as one of "
-                f"{brief(repr(turns[n]['role']))}: remove it, or change its role"
+                f"the chat template leaves message {n + 1} (role {role}), or its calls, out of the "
+                "prompt: remove it, or change its role"
             )
         return text
 
