@@ -219,7 +219,7 @@ class Choice(Listed):
 
 
 class Part(Listed):
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]  # as the Responses protocol says, too
     text: str
 
 

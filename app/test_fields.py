@@ -213,12 +213,12 @@ def test_an_object_in_a_body_has_a_closed_list():
 def test_what_other_clients_add_to_a_message_is_read_as_the_message():
     labels = {"id": 7, "opts": {"visible": False}, "tool_calls": [], "refusal": None, "name": "A"}
     labels |= {"type": "text", "metadata": {"_db_id": "7c"}, "extra_fields": {}}
-    part = {"type": "text", "text": PROMPT, "cache_control": {"type": "ephemeral"}}
+    part = {"text": PROMPT, "cache_control": {"type": "ephemeral"}}
     reply = {"role": "assistant", "content": None, "reasoning_content": "So.", "reasoning": "So."}
     plain = [{"role": "user", "content": PROMPT}, {"role": "assistant", "content": ""}]
-    assert told(True, messages=[{"role": "user", "content": [part]} | labels, reply]) == told(
-        True, messages=plain
-    )
+    for kind in ("text", "input_text", "output_text"):
+        said = {"role": "user", "content": [part | {"type": kind}]} | labels
+        assert told(True, messages=[said, reply]) == told(True, messages=plain)
 
 
 # ---- Many at random
