@@ -281,8 +281,8 @@ class Body(Listed):
     model: Any = None
     n: int = 1
     stop: Any = []
-    max_tokens: int | None = Field(None, ge=0)
-    max_completion_tokens: int | None = Field(None, ge=0)
+    max_tokens: int | None = Field(None, ge=-1)  # −1: as many as fit
+    max_completion_tokens: int | None = Field(None, ge=-1)
     stop_token_ids: List[int] = []
     ignore_eos: bool = False
     stream: bool = False

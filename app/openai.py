@@ -299,7 +299,8 @@ def read_tools(body: ChatBody, offer: Offer) -> Tools | None:
 
 
 def read_settings(body: ChatBody | TextBody, offer: Offer) -> Settings:
-    """UserError or HttpError for a bad value. A top_k or seed of −1 is vLLM's and llama.cpp's."""
+    """UserError or HttpError for a bad value. A −1 (top_k, seed, max_tokens) is vLLM's and
+    llama.cpp's."""
     chosen = dict(body.model_extra)  # temperature and the like
     if chosen.get("top_k") == -1:  # all
         chosen["top_k"] = 0
@@ -318,7 +319,7 @@ def read_settings(body: ChatBody | TextBody, offer: Offer) -> Settings:
     chosen["max_tokens"] = offer.limit if body.is_chat else DEFAULT_MAX_TOKENS
     for most in (body.max_tokens, body.max_completion_tokens):
         if most is not None:
-            chosen["max_tokens"] = most
+            chosen["max_tokens"] = offer.limit if most == -1 else most
     chosen["logprobs"] = body.logprobs
     if body.is_chat:  # there logprobs is a switch, and top_logprobs the number
         if body.top_logprobs and not body.logprobs:

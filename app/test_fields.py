@@ -174,6 +174,7 @@ OBJECTS = table(
     structured_outputs {"whitespace_pattern": " "} → structured_outputs.whitespace_pattern
     stream_options {"include_usages": true} → leave it out (did you mean include_usage?)
     max_tokens 6000.5 → max_tokens is 6000.5
+    max_tokens -2 → max_tokens is -2
     max_completion_tokens "3" → max_completion_tokens is '3'
     prompt "a" → prompt is not supported: leave it out
     asked {"json_schema": {}, "structured_outputs": {"regex": "a"}} → json_schema and structured
@@ -292,7 +293,7 @@ def wanted(case: Case, i: int) -> str | None:
     settings["stop"] = body.get("stop", [])
     most = LIMIT - len(quick().encode(prompt))
     asked = body.get("max_completion_tokens", body.get("max_tokens", most))
-    settings["max_tokens"] = min(int(asked), most)
+    settings["max_tokens"] = most if asked == -1 else min(int(asked), most)
     for name, setting, value in (
         ("response_format", "schema", {"enum": [12]}),
         ("json_schema", "schema", {"const": 7}),
