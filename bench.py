@@ -110,6 +110,8 @@ def parse_bench(arguments: Sequence[str] | None) -> argparse.Namespace:
     names = plan.GPUS if args.plan else GPU_CASES
     if (args.gpu or args.plan) and args.gpu not in names:
         p.error(f"--gpu is {args.gpu}: it must be one of {', '.join(names)}")
+    if args.against == "vllm" and not args.invariance:
+        p.error("vllm is compared only with --invariance, because it gives no logits: add that")
     measures_gpu = args.gpu and not args.plan
     for is_so, flags, why in (  # flags that would have no effect, and why
         (args.plan, "against invariance readme plain quick target out", "with --plan"),

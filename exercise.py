@@ -90,6 +90,7 @@ EXERCISES = (  # each needs only those before it
         tests=(
             "test_sampling.py::test_distribution_of_picks_and_of_decisions",
             "test_sampling.py::test_pick_never_takes_probability_0",
+            "test_sampling.py::test_some_rows_of_an_rng_draw_what_they_draw_beside_the_others",
             "test_sampling.py::test_rng_bits_are_those_of_splitmix64",
         ),
         flags="--temperature 1",

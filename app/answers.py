@@ -49,10 +49,12 @@ class Thoughts(NamedTuple):
 
     @classmethod
     def of(cls, template: str) -> Thoughts | None:
-        """The tags that a chat template names: <think>, [THINK], <thought>, <reasoning>, …. Where a
-        model does not write them, they have no effect."""
-        found = regex.search(r"(?i)([<\[])/(\w*(?:think|thought|reason)\w*[>\]])", template)
-        return found and cls(found[1] + found[2], found[0])
+        """The tags that a chat template names: <think>, [THINK], <thought>, <seed:think>, …; of
+        several the shortest, which is not <reasoning_effort>. Where a model does not write them,
+        they have no effect."""
+        found = regex.findall(r"(?i)[<\[]/[\w:]*(?:think|thought|reason)\w*[>\]]", template)
+        closing = min(found, key=len, default=None)
+        return closing and cls(closing.replace("/", ""), closing)
 
 
 class CallFormat(NamedTuple):
@@ -61,7 +63,8 @@ class CallFormat(NamedTuple):
     written: str  # a call of tools.NAME with tools.ARGUMENTS
     opening: str  # the tag before it, or nothing
     closing: str  # the tag behind it, or nothing
-    separator: str | None  # between two calls; None: a message of its template has one call
+    separator: str | None  # between two calls; None: none stand side by side (but in a list)
+    one_call: bool  # a message of its template has one call at most
 
 
 def pattern(text: str) -> regex.Pattern:
@@ -79,6 +82,7 @@ HEAD = pattern(  # of a call, up to its arguments
     r'"(?:arguments|parameters)"␣:␣\{'
 )
 FOOT = pattern(rf"(?:␣,␣{PAIR}){{0,3}}␣\}}")  # of a call, behind its arguments
+BRACE = pattern(r"␣\}")
 MARK = pattern(r'["{}]')  # on which the end of JSON depends
 MARK_IN_STRING = pattern(r'(?s)\\.|"')
 # A text without tags that is JSON may be an answer, so only what may be a call is held back.
@@ -182,7 +186,7 @@ class AnswerReader:
         first = pattern(f"␣{opening}")
         another = pattern(rf"[,;]?␣(?=\{{)|{opening}")  # behind a call, with the same tag or not
         closing = pattern(end)
-        end_of_block = pattern(rf"{end}|(?={opening})" if tag else end)
+        end_of_block = pattern(rf'"|{end}|(?={opening})' if tag else NEVER)
         begun = yield from self._match(first)
         while begun or tag:
             if not begun:
@@ -206,6 +210,8 @@ class AnswerReader:
         self._begin(head["name"], "{")
         self.has_called = yield from self._read_arguments(partial(self._tell, self.num_calls - 1))
         yield from self._match(FOOT, may_be_cut=True)
+        while (yield from self._match(BRACE)):  # one too many
+            pass
         yield from self._skip_space()
         yield from self._match(closing, may_be_cut=True)
         return True
@@ -236,9 +242,16 @@ class AnswerReader:
         return True
 
     def _read_block(self, begun: str, end_of_block: regex.Pattern) -> Steps:
-        """Read a call with its keys in any order, or a list of calls -> whether it is one."""
+        """Read a call with its keys in any order, or a list of calls -> whether it is one. A tag
+        within a string ends nothing."""
         parts: list[str] = []
-        last = yield from self._until(end_of_block, parts.append)
+        mark = end_of_block
+        last = yield from self._until(mark, parts.append)
+        while last and (last[0] == '"' or mark is MARK_IN_STRING):
+            parts.append(last[0])
+            if last[0] == '"':
+                mark = end_of_block if mark is MARK_IN_STRING else MARK_IN_STRING
+            last = yield from self._until(mark, parts.append)
         block = "".join(parts)
         calls = calls_in(block, self.functions)
         for function, arguments in calls:

@@ -46,6 +46,7 @@ ALIASES = {
     "n_predict": "max_tokens",
     "sampler_seed": "seed",
     "stopping_strings": "stop",
+    "think": "enable_thinking",
 }
 # Values that ask for nothing, and the fields in which they do. In Python False is 0, and True is 1.
 GROUPS = (
@@ -91,7 +92,7 @@ HARMLESS = set(
     user safety_identifier metadata request_id session_id service_tier api_type api_server
     legacy_api prediction
     cache_prompt prompt_cache_key prompt_cache_options prompt_cache_retention id_slot n_cache_reuse
-    n_keep n_discard truncation_length truncation_side backend_sampling stream_interval
+    keep_alive n_keep n_discard truncation_length truncation_side backend_sampling stream_interval
     speculative.n_max speculative.n_min speculative.p_min speculative.type
     speculative.ngram_size_n speculative.ngram_size_m speculative.ngram_m_hits speculative_ngram
     preserved_tokens grammar_lazy grammar_triggers
@@ -216,7 +217,7 @@ class Choice(Listed):
 
 
 class Part(Listed):
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]  # as the Responses protocol says, too
     text: str
 
 
@@ -225,7 +226,7 @@ class ChatMessage(Listed):
 
     labels = (
         "id opts agent model messageId traceId timestamp usage parsed reasoning_details "
-        "thinking_blocks provider_specific_fields"
+        "thinking_blocks provider_specific_fields extra_fields"
     ).split()
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: List[Part] = []
@@ -257,6 +258,12 @@ class Outputs(Listed):
     json_object: bool = False
 
 
+class Thinking(Listed):
+    """Whether the model is to think, as DeepSeek's and Anthropic's clients ask."""
+
+    type: Literal["auto", "enabled", "disabled"] = "auto"
+
+
 class StreamOptions(Listed):
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -272,8 +279,8 @@ class Body(Listed):
     model: Any = None
     n: int = 1
     stop: Any = []
-    max_tokens: int | None = Field(None, ge=0)
-    max_completion_tokens: int | None = Field(None, ge=0)
+    max_tokens: int | None = Field(None, ge=-1)  # −1: as many as fit
+    max_completion_tokens: int | None = Field(None, ge=-1)
     stop_token_ids: List[int] = []
     ignore_eos: bool = False
     stream: bool = False
@@ -304,6 +311,7 @@ class ChatBody(Body):
     reasoning_effort: str = Field("auto", pattern=r"^\w{1,32}$")
     reasoning_format: Literal["none", "auto", "deepseek"] = "auto"
     enable_thinking: bool | None = None
+    thinking: Thinking = Thinking()
     chat_template_kwargs: dict[str, Any] = {}
 
     @field_validator("tool_choice", mode="before")

@@ -150,9 +150,7 @@ def read_chat(body: ChatBody, tools: Tools | None, offer: Offer) -> list[list[in
     """The tokens of a conversation. A model without a chat template goes on from its texts."""
     if not body.messages:
         raise bad("messages", "messages must be a list of at least one message")
-    form = offer.call_format
-    one_call = isinstance(form, CallFormat) and form.separator is None
-    conversation = read_conversation(body.messages, one_call)
+    conversation = conversation_of(body, offer)
     how = template_options(body)
     declared = None
     if tools is not None:
@@ -165,12 +163,21 @@ def read_chat(body: ChatBody, tools: Tools | None, offer: Offer) -> list[list[in
     return [offer.model.encode(text, most=most)]
 
 
+def conversation_of(body: ChatBody, offer: Offer) -> list[Message]:
+    """The messages for the template, which may want one call in a message."""
+    form = offer.call_format
+    one_call = isinstance(form, CallFormat) and form.one_call
+    return read_conversation(body.messages, one_call)
+
+
 def template_options(body: ChatBody) -> Fields:
     """What only a template reads: it has no effect where the template does not name it."""
     options: Fields = {"enable_thinking": body.enable_thinking}
     if body.reasoning_effort != "auto":
         options["reasoning_effort"] = body.reasoning_effort
-    if body.reasoning_effort == "none" and body.enable_thinking is None:
+    if body.enable_thinking is None and body.thinking.type != "auto":
+        options["enable_thinking"] = body.thinking.type == "enabled"
+    if body.reasoning_effort == "none" and options["enable_thinking"] is None:
         options["enable_thinking"] = False
     options |= body.chat_template_kwargs
     for name, value in options.items():
@@ -270,7 +277,8 @@ def read_tools(body: ChatBody, offer: Offer) -> Tools | None:
 
 
 def read_settings(body: ChatBody | TextBody, offer: Offer) -> Settings:
-    """UserError or HttpError for a bad value. A top_k or seed of −1 is vLLM's and llama.cpp's."""
+    """UserError or HttpError for a bad value. A −1 (top_k, seed, max_tokens) is vLLM's and
+    llama.cpp's."""
     chosen = dict(body.model_extra)  # temperature and the like
     if chosen.get("top_k") == -1:  # all
         chosen["top_k"] = 0
@@ -289,7 +297,7 @@ def read_settings(body: ChatBody | TextBody, offer: Offer) -> Settings:
     chosen["max_tokens"] = offer.limit if body.is_chat else DEFAULT_MAX_TOKENS
     for most in (body.max_tokens, body.max_completion_tokens):
         if most is not None:
-            chosen["max_tokens"] = most
+            chosen["max_tokens"] = offer.limit if most == -1 else most
     chosen["logprobs"] = body.logprobs
     if body.is_chat:  # there logprobs is a switch, and top_logprobs the number
         if body.top_logprobs and not body.logprobs:

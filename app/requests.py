@@ -3,9 +3,9 @@
     {"prompt": "Once upon a time", "max_tokens": 40, "seed": 1, "id": "a"}
     {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 40}
 
-The prompt is a text, or chat messages; `messages` is another name for these. Settings have the
-names that `Settings` gives them. A bad line becomes an error that keeps the line's `id`; the other
-lines are served.
+The prompt is a text, or chat messages; `messages` is another name for these. If they have calls of
+tools, they are read as a server reads them. Settings have the names that `Settings` gives them. A
+bad line becomes an error that keeps the line's `id`; the other lines are served.
 """
 
 import json
@@ -21,6 +21,7 @@ from settings import Options, Settings, refuse_value, settings_of
 if TYPE_CHECKING:
     from loading import Model
 
+OF_TOOLS = {"tool_calls", "tool_call_id"}
 NAMES = ("prompt", "messages", "id", "system", "raw", *Settings.__dataclass_fields__)
 
 
@@ -69,7 +70,7 @@ def read_requests(
             if raw is not None:  # false takes --raw back: the model's template, if it has one
                 chat = False if raw else (use_template or None)
             request = model.request(
-                line.fields["prompt"],
+                with_tools_read(line.fields["prompt"], model),
                 settings_of(line.fields, defaults),
                 options,
                 system if own_system is None else own_system,
@@ -80,6 +81,23 @@ def read_requests(
         except UserError as error:
             line.error = error
         yield line
+
+
+def with_tools_read(prompt: str | list, model: "Model") -> str | list:
+    """The prompt; of messages with calls, each result follows its call, and arguments are objects.
+    Only these need the server's packages."""
+    if not any(isinstance(turn, dict) and OF_TOOLS & turn.keys() for turn in prompt):
+        return prompt
+    try:
+        from app.openai import ChatBody, HttpError, Offer, conversation_of, read_body
+    except ModuleNotFoundError as error:
+        needs = f"messages with calls of tools need the package {error.name}"
+        raise UserError(f"{needs}: pip install '.[server]'") from None
+    try:
+        body = read_body(json.dumps({"messages": prompt}).encode(), ChatBody)
+        return conversation_of(body, Offer(model, "", 0, Settings()))
+    except HttpError as error:
+        raise UserError(str(error)) from None
 
 
 def parse_object(text: str) -> dict[str, Any]:

@@ -174,6 +174,7 @@ OBJECTS = table(
     structured_outputs {"whitespace_pattern": " "} → structured_outputs.whitespace_pattern
     stream_options {"include_usages": true} → leave it out (did you mean include_usage?)
     max_tokens 6000.5 → max_tokens is 6000.5
+    max_tokens -2 → max_tokens is -2
     max_completion_tokens "3" → max_completion_tokens is '3'
     prompt "a" → prompt is not supported: leave it out
     asked {"json_schema": {}, "structured_outputs": {"regex": "a"}} → json_schema and structured
@@ -183,6 +184,7 @@ OBJECTS = table(
     message {"prefix": true} → messages[0].prefix is not supported
     message {"role": "assistant", "reasoning_content": ["b"]} → messages[0].reasoning_content is
     message {"role": "tool", "tool_call_id": "c1"} → messages[0].tool_call_id is 'c1': no call
+    asked {"thinking": {"type": "enabled", "budget_tokens": 9}} → thinking.budget_tokens is not
     asked {"chat_template_kwargs": {"tools": 1}} → chat_template_kwargs.tools is not supported
     asked {"chat_template_kwargs": {"level": "<a>"}} → chat_template_kwargs.level is not supported
     message {"content": [{"type": "text", "text": "a", "detail": 1}]} → content[0].detail
@@ -211,13 +213,13 @@ def test_an_object_in_a_body_has_a_closed_list():
 
 def test_what_other_clients_add_to_a_message_is_read_as_the_message():
     labels = {"id": 7, "opts": {"visible": False}, "tool_calls": [], "refusal": None, "name": "A"}
-    labels |= {"type": "text", "metadata": {"_db_id": "7c"}}
-    part = {"type": "text", "text": PROMPT, "cache_control": {"type": "ephemeral"}}
+    labels |= {"type": "text", "metadata": {"_db_id": "7c"}, "extra_fields": {}}
+    part = {"text": PROMPT, "cache_control": {"type": "ephemeral"}}
     reply = {"role": "assistant", "content": None, "reasoning_content": "So.", "reasoning": "So."}
     plain = [{"role": "user", "content": PROMPT}, {"role": "assistant", "content": ""}]
-    assert told(True, messages=[{"role": "user", "content": [part]} | labels, reply]) == told(
-        True, messages=plain
-    )
+    for kind in ("text", "input_text", "output_text"):
+        said = {"role": "user", "content": [part | {"type": kind}]} | labels
+        assert told(True, messages=[said, reply]) == told(True, messages=plain)
 
 
 # ---- Many at random
@@ -291,7 +293,7 @@ def wanted(case: Case, i: int) -> str | None:
     settings["stop"] = body.get("stop", [])
     most = LIMIT - len(quick().encode(prompt))
     asked = body.get("max_completion_tokens", body.get("max_tokens", most))
-    settings["max_tokens"] = min(int(asked), most)
+    settings["max_tokens"] = most if asked == -1 else min(int(asked), most)
     for name, setting, value in (
         ("response_format", "schema", {"enum": [12]}),
         ("json_schema", "schema", {"const": 7}),

@@ -188,6 +188,10 @@ def test_a_reasoning_effort_of_none_asks_not_to_think(tmp_path):
 
         plain = prompt(reasoning_effort="auto")
         assert prompt(reasoning_effort="none") == plain + model.tokenizer.encode(asked)
+        for asks in (dict(think=False), dict(thinking={"type": "disabled"})):
+            assert prompt(**asks) == prompt(reasoning_effort="none")
+        both = dict(thinking={"type": "disabled"}, enable_thinking=True)
+        assert prompt(**both) == prompt(enable_thinking=True)
         if asked:
             thinks = dict(chat_template_kwargs={"enable_thinking": True})
             assert prompt(reasoning_effort="none", **thinks) == prompt(**thinks) != plain

@@ -53,6 +53,8 @@ def test_it_does_not_matter_how_a_text_is_cut(is_inside, parts, size):
         ("{{ m.content.split('</think>')[-1] }}", TAGS),
         ("<tools></tools>[T]{{ m.thinking }}[/THOUGHTS]", Thoughts("[THOUGHTS]", "[/THOUGHTS]")),
         ("<tools></tools>{{ m.reasoning_content }}<think>", None),
+        ("<a:think></a:think>", Thoughts("<a:think>", "</a:think>")),
+        ("<reasoning_effort>9</reasoning_effort>{{ m.content.split('</think>') }}", TAGS),
     ],
 )
 def test_a_template_names_the_tags_of_thoughts(template, tags):

@@ -17,6 +17,7 @@ from app.asgi import HttpError
 from app.conversation import read_conversation
 from app.fields import ChatBody, Function
 from app.openai import Offer, Reply
+from app.requests import Line, read_requests
 from app.server import http_error
 from app.tools import Tools, call_format, call_grammar
 from checkpoint.sandbox import render
@@ -25,7 +26,7 @@ from errors import UserError
 from loading import Model
 from request import Result
 from serve import Update
-from settings import Grammar, Settings
+from settings import Grammar, Options, Settings
 from testing.http import (
     CHAT,
     events,
@@ -43,6 +44,7 @@ SAID = '{"text": "}\\"{\\\\", "to": {"x": [{}]}}'
 OTHER = '{"name": "sub", "arguments": {}}'
 TEXT = '{"name": "add", "arguments": "no"}'
 SPOILT = '{"name": "add", "arguments": {"a": one [}}}'
+QUOTED = '{"text": "a\\"</tool_call> <tool_call>{"}'
 SWAPPED = '{"arguments": {"a": 1}, "name": "add"}'
 Calls = list[tuple[str, str]]  # names, arguments
 
@@ -75,6 +77,8 @@ READ: list[tuple[str, str, Calls]] = [  # a text, its content, its calls
     (tag('{"name": "add", "arguments": null}'), "", [("add", "{}")]),
     (tag('{"name": "add"}'), "", [("add", "{}")]),
     (tag(f"[{ADD}, {ADD}]") + tag(ADD), "", READ_ADD * 3),
+    (tag(f'{{"arguments": {QUOTED}, "name": "say"}}') + "So", "So", [("say", QUOTED)]),
+    (tag(ADD + "}") + "So", "So", READ_ADD),
     (SWAPPED, "", READ_ADD),
     (f"[{ADD}]", "", READ_ADD),
     (f"[{ADD}] So", f"[{ADD}] So", []),
@@ -97,7 +101,7 @@ READ: list[tuple[str, str, Calls]] = [  # a text, its content, its calls
     (SAY[: SAY.index("\\") + 1], "", [("say", SAID[: SAID.index("\\") + 1])]),
     (tag(ADD)[:-14], "", [("add", '{"a": 1}')]),
     (tag(ADD)[:-3], "", [("add", '{"a": 1}')]),
-    (tag(SPOILT), "}\n</tool_call>", [("add", '{"a": one [}')]),
+    (tag(SPOILT), "", [("add", '{"a": one [}')]),
 ]
 
 
@@ -147,6 +151,7 @@ PARTS = [
     " ",
     '{"name": ',
     "\\",
+    '"',
     "}",
     "Hi",
 ]
@@ -185,8 +190,9 @@ def test_white_space_without_an_end_is_not_held_back(begun):
         tag(SWAPPED[:-1] + 5000 * ', "b": {}'),
         tag(ADD[:-2] + 20_000 * ', "b": {}'),
         20_000 * tag(OTHER),
+        "<tool_call>[" + 99_999 * '"',
     ],
-    ids=range(5),
+    ids=range(6),
 )
 def test_reading_takes_time_in_proportion_to_the_text(text):
     """All at once, and in two pieces."""
@@ -219,7 +225,8 @@ def test_the_form_of_calls_is_asked_of_the_template(written):
     call = f"{{% set f = c.function %}}{{% set a = f.arguments %}}{call}\n"
     source = (
         "{{ tools[0].function.name }}"
-        "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}"
+        "{% for m in messages %}<|im_start|>{{ m.role }} "
+        "{{ '<think></think>' if m.content }}{{ m.content }}"
         f"{{% for c in m.tool_calls or [] %}}{call}{{% endfor %}}<|im_end|>{{% endfor %}}"
     )
 
@@ -233,6 +240,28 @@ def test_the_form_of_calls_is_asked_of_the_template(written):
         return
     assert (form.opening, form.separator) == expected
     assert call_format(lambda *asked, **how: "", []).startswith("leave it out")
+
+
+CALLS = {  # how a template lays calls out; whether a message has one of them at most
+    "{% for c in m.tool_calls %}CALL{% endfor %}": False,
+    "<c>[{% for c in m.tool_calls %}{{ ', ' if not loop.first }}CALL{% endfor %}]</c>": False,
+    "{% set c = m.tool_calls[0] %}CALL": True,
+    "{% if m.tool_calls | length > 1 %}{{ raise_exception('') }}{% endif %}"
+    "{% set c = m.tool_calls[0] %}CALL": True,
+}
+
+
+@pytest.mark.parametrize("calls, one_call", CALLS.items())
+def test_a_template_says_whether_a_message_may_have_several_calls(calls, one_call):
+    call = '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
+    calls = calls.replace("CALL", call)
+    source = "{{ tools }}{% for m in messages %}{{ m.content }}{% if m.tool_calls %}"
+    source += f"{calls}{{% endif %}}\n{{% endfor %}}"
+
+    def lay_out(messages, tools):
+        return render(source, {"messages": messages, "tools": tools})[0]
+
+    assert call_format(lay_out, []).one_call == one_call
 
 
 # ---- Grammars
@@ -518,6 +547,21 @@ def test_results_are_bound_to_calls_by_their_ids(one_call):
     for ids in ("ab", "b"):
         with pytest.raises(HttpError, match=r"^messages\[\d\].tool_call_id is 'b': no call before"):
             told(called("a"), *map(result, ids))
+
+
+def test_calls_in_a_line_of_a_file_are_read_as_by_a_server(model):
+    offer = Offer(model, "tiny", 900, settings=Settings())
+    messages = [{"role": "user", "content": "Hi"}, called(*"ab") | {"content": None}]
+
+    def read_line(*results: dict) -> Line:
+        lines = [json.dumps({"messages": [*messages, *results]})]
+        how = (Settings(max_tokens=1), Options(), None, None, lambda request: None)
+        return next(read_requests(lines, model, *how))
+
+    results = [result("b"), result("a")]
+    (stream,) = read(True, offer, messages=[*messages, *results]).streams
+    assert read_line(*results).request.tokens == stream.request.tokens
+    assert "is 'c': no call before it" in str(read_line(result("c")).error)
 
 
 def test_functions_reach_the_template_as_they_were_sent():

@@ -57,7 +57,8 @@ def call_format(lay_out: Callable[..., str], control: Collection[str]) -> CallFo
 
     plain = answered(TEXT)
     once = answered("", f"{ID}0")
-    written = once[len(os.path.commonprefix([plain, once])) :]
+    common = os.path.commonprefix([plain, once])
+    written = once.removeprefix(re.sub(r"[<\[][^]<>\s]*\Z", "", common))  # a tag begins with both
     if NAME not in plain + once:
         return NO_TOOLS
     if NAME not in written:
@@ -67,7 +68,8 @@ def call_format(lay_out: Callable[..., str], control: Collection[str]) -> CallFo
     for token in control:
         written = written.partition(token)[0]
     call = written.strip()
-    parts = answered("", f"{ID}0", f"{ID}1").split(call or NAME)
+    twice = answered("", f"{ID}0", f"{ID}1")
+    parts = twice.split(call or NAME)
     separator = None
     if len(parts) == 3 and not {*control} & {*parts[1].split()}:
         separator = parts[1]
@@ -76,6 +78,7 @@ def call_format(lay_out: Callable[..., str], control: Collection[str]) -> CallFo
         opening=re.split(r"\[?\s*\{", call)[0].strip(),
         closing=call.rpartition("}")[2].strip("]\n "),
         separator=separator,
+        one_call=twice.count(NAME) <= once.count(NAME),  # the template fails, or leaves one out
     )
     reader = AnswerReader(None, False, form, [NAME])
     if reader.feed(written, True)["content"] or not reader.has_called or ID in written:

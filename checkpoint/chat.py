@@ -17,6 +17,7 @@ Invariants:
   - The text is the one that the template makes of the messages as they were written.
   - The last user message is in it: as a text or, for templates that want these, as a list of parts.
     A template that changes it is told; one that leaves it out is refused.
+  - No instruction, and no result of a tool, is left out; nor is a call, if the template has calls.
 
 sandbox.py runs the template: on the messages as they were written; again with stand-ins, if they
 have letters that begin a control token. Only where the last user message might be lost, it runs
@@ -112,8 +113,7 @@ class ChatTemplate:
 
     def _render(self, messages: list[Message], options: Json) -> str:
         """The template's text, with stand-ins in the messages. UserError if the template has no
-        place for them; a warning if it changes the last user message. options: what the template
-        gets beside the messages."""
+        place for them. options: what the template gets beside the messages."""
         for n, message in enumerate(messages, 1):
             check_message(n, message)
         written = json.dumps([messages, options], ensure_ascii=False)
@@ -122,6 +122,27 @@ class ChatTemplate:
                 f"the conversation has {len(written):,} characters: it may have {LONGEST:,}"
             )
         turns, options = json.loads(replace_surrogates(written))
+        text = self._with_last(turns, options)
+        shown = swap(text, self._restore)
+        others = []
+        for turn in turns:
+            calls = turn.get("tool_calls", []) if "tool_calls" in self.source else []
+            if any(call["function"]["name"] not in shown for call in calls):
+                turn = turn | {"tool_calls": []}
+            if turn["role"] not in ("user", "assistant") and turn["content"].strip() not in shown:
+                turn = turn | {"content": UNUSED}
+            others.append(turn)
+        if others != turns and self._lay_out(others, str, options)[0] == text:
+            n = [turn == other for turn, other in zip(turns, others)].index(False)
+            role = brief(repr(turns[n]["role"]))
+            raise UserError(
+                f"the chat template leaves message {n + 1} (role {role}), or its calls, out of the "
+                "prompt: remove it, or change its role"
+            )
+        return text
+
+    def _with_last(self, turns: list[Message], options: Json) -> str:
+        """The text with the last user message in it; a warning if the template changes that."""
         of_users = [turn for turn in turns if turn["role"] == "user"]
         last = of_users[-1] if of_users else {"content": ""}
         last_text = last["content"].strip()

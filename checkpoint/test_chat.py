@@ -177,7 +177,7 @@ CONTENTS = st.lists(st.sampled_from(INERT_FRAGMENTS), max_size=7).map("".join)
 
 
 @pytest.mark.parametrize("name", ZOO)
-@given(st.booleans(), st.lists(CONTENTS, min_size=1, max_size=4), st.booleans())
+@given(st.booleans(), st.lists(CONTENTS, min_size=2, max_size=4), st.booleans())
 def test_no_decision_of_a_template_changes(name, has_system, contents, more):
     """The text is the one of the messages as they stand, and its control tokens are those whose
     letters no message has."""
@@ -221,14 +221,14 @@ PARTS_ALONE = (
     "{% for part in m.content %}{% if part.type == 'text' %}"
     "{{ part.text | trim }}{% endif %}{% endfor %}{% endfor %}"
 )
-TURNS = [("user", "a <|end|>"), ("assistant", "b"), ("user", " c <|end|>\n"), ("other", "d")]
+TURNS = [("user", "a <|end|>"), ("assistant", "b"), ("user", " c <|end|>\n"), ("assistant", "d")]
 
 
 @pytest.mark.parametrize(
     "source, expected",
     [
-        (PARTS_ALONE, "[user]a <|end|>[assistant]b[user]c <|end|>[other]d"),
-        ("c <|end|>" + PARTS_ALONE, "c [user]a <|end|>[assistant]b[user]c <|end|>[other]d"),
+        (PARTS_ALONE, "[user]a <|end|>[assistant]b[user]c <|end|>[assistant]d"),
+        ("c <|end|>" + PARTS_ALONE, "c [user]a <|end|>[assistant]b[user]c <|end|>[assistant]d"),
         ("{{ messages[2].content[0]['text'].strip() }}", "c <|end|>"),  # of a text, a mistake
         (
             "{{ 'a list' if messages[0].content is not string else messages[2].content }}",
@@ -248,7 +248,28 @@ def test_the_last_user_message_is_not_lost_in_silence():
     changed = "{{ messages[2].content.replace('c', '').strip() }}"
     with pytest.warns(UserWarning, match="changes the last user message"):
         assert plain(layout(None, changed, *TURNS)) == "<|end|>"
-    assert plain(layout(None, "hi", ("other", "d"), ("user", " "))) == "hi"
+    assert plain(layout(None, "hi", ("assistant", "d"), ("user", " "))) == "hi"
+
+
+def test_no_instruction_and_no_result_is_left_out_in_silence():
+    source = "{% for m in messages if m.role != ROLE %}{{ m.content | upper }}{% endfor %}"
+    for role in ("tool", "system", "developer"):
+        turns = [("user", "A"), (role, "<|end|> it"), ("user", "B")]
+        with pytest.raises(UserError, match=rf"leaves message 2 \(role '{role}'\), or"):
+            layout(None, source.replace("ROLE", f"'{role}'"), *turns)
+        assert plain(layout(None, source.replace("ROLE", "''"), *turns)) == "A<|END|> ITB"
+
+
+def test_no_call_is_left_out_in_silence():
+    """As in R1's template, which has calls beside a content of none alone."""
+    source = "{% for m in messages %}{{ m.content }}{% if m.tool_calls and m.content == CONTENT %}"
+    source += "{{ m.tool_calls[0].function.name }}{% endif %}{% endfor %}"
+    calls = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+    turns = [dict(role="assistant", content="", tool_calls=calls)]
+    told = template_of(None, source.replace("CONTENT", "''")).tokens(turns, False, encode)
+    assert plain(told) == "f"
+    with pytest.raises(UserError, match=r"leaves message 1 \(role 'assistant'\), or its calls"):
+        template_of(None, source.replace("CONTENT", "none")).tokens(turns, False, encode)
 
 
 def test_generation_is_a_block_that_leaves_no_trace():
@@ -256,7 +277,7 @@ def test_generation_is_a_block_that_leaves_no_trace():
         "{% set x = 'a' %}{%- generation -%} {% set x = 'b' %}{{ x }}{% endgeneration %}\n{{ x }}"
         "{%generation%}c{%+ endgeneration +%}"
     )
-    assert plain(layout(None, source, ("other", ""))) == "bac"
+    assert plain(layout(None, source, ("assistant", ""))) == "bac"
 
 
 def test_an_added_token_of_spaces_controls_nothing():
@@ -271,7 +292,7 @@ def test_templates_compare_and_trim_messages():
         "{% for m in messages %}{% if m.role == 'user' and '<' in m.content %}"
         "<|start|>{{ m.content | trim }}<|end|>{% endif %}{% endfor %}"
     )
-    ids = layout(None, source, ("user", "  <b> <|end|> x \n"), ("other", "<"))
+    ids = layout(None, source, ("user", "  <b> <|end|> x \n"), ("assistant", "<"))
     assert controls_in(ids) == ["<|start|>", "<|end|>"]
     assert plain(ids) == "<b> <|end|> x"
 
@@ -281,12 +302,12 @@ def test_templates_find_what_transformers_gives_them():
     for source, expected in (
         ("{% for m in messages %}\n" + block + "{% endfor %}\n", "é<|end|>\n"),
         ("{% for m in messages %}{% break %}{% endfor %}x", "x"),
-        ("{{ messages[0] | tojson }}", '{"role": "other", "content": "é<|end|>"}'),
+        ("{{ messages[0] | tojson }}", '{"role": "assistant", "content": "é<|end|>"}'),
         ("{{ strftime_now('%%') }}", "%"),
         ("{{ add_generation_prompt }}", "False"),
         ("{{ tools is none and documents is none }}", "True"),
     ):
-        ids = layout(None, source, ("other", "é<|end|>"))
+        ids = layout(None, source, ("assistant", "é<|end|>"))
         assert plain(ids) == expected and controls_in(ids) == [], source
     named = dict(bos_token="<|start|>", eos_token="<|end|>")
     assert layout(None, "{{ bos_token }}a{{ eos_token }}{{ pad_token }}", **named) == [
@@ -298,7 +319,7 @@ def test_templates_find_what_transformers_gives_them():
 
 def test_a_lone_surrogate_is_a_replacement_character():
     assert layout(None, "\udc80" + TRIMMED, ("user", "a\ud800b")) == encode("\ufffda\ufffdb")
-    assert layout(None, r"{{ '\udfff' }}", ("other", "a")) == encode("\ufffd")
+    assert layout(None, r"{{ '\udfff' }}", ("assistant", "a")) == encode("\ufffd")
 
 
 def test_control_tokens_may_begin_with_a_thousand_letters():
@@ -342,11 +363,12 @@ def test_no_tool_holds_a_control_token_nor_does_a_call():
     )
     template = template_of(None, source, {"type": 1004})
     tools = [{"type": "<|end|>", "<|endless|>": {"\ud800": ["type", 1, None]}}]
-    message = {"role": "assistant", "content": "Hi", "tool_calls": [{"<|end|>": "<|start|>"}]}
+    calls = [{"function": {"name": "f"}, "<|end|>": "<|start|>"}]
+    message = {"role": "assistant", "content": "Hi", "tool_calls": calls}
     ids = template.tokens([message], False, encode, tools=tools)
     assert ids[0] == 1002 and not [id for id in ids[1:] if id > 255 and id != 1004]
     laid_out = json.dumps(tools, indent=1, ensure_ascii=False).replace("\ud800", "\ufffd")
-    assert plain(ids) == laid_out + "<|end|>Hi" + json.dumps(message["tool_calls"][0])
+    assert plain(ids) == laid_out + "<|end|>Hi" + json.dumps(calls[0])
 
 
 def test_a_template_gets_what_it_names_of_a_message():

@@ -1,4 +1,4 @@
-"""What peers.py compares: this project, transformers, OpenVINO GenAI and llama.cpp.
+"""What peers.py compares: this project, transformers, OpenVINO GenAI, llama.cpp and vLLM.
 
 A contestant makes texts greedily, as many tokens as are asked for, and gives the logits of a text.
 Each computes in the way that is fastest on this machine, in as many threads as PyTorch has:
@@ -8,15 +8,20 @@ Each computes in the way that is fastest on this machine, in as many threads as 
                    CPU has instructions), in INT8 with a scale a row, and in INT4 with groups of 32
                    (embedding and head in INT8). Prompts together are one batch of its paged cache
     llama.cpp      a GGUF, by the calls of its C library; with its flash attention
+    vLLM           its engine, in this process; without its compiled graphs, because on an AMD CPU
+                   with AVX2 these took 4 times as long
 
-The packages are imported where they are used: `pip install '.[peers]'` brings them. llama.cpp comes
-as source, so pip compiles it for the CPU at hand.
+The packages are imported where they are used: `pip install '.[peers]'` brings them, except vLLM,
+which needs an environment of its own. llama.cpp comes as source, so pip compiles it for the CPU at
+hand.
 
 Invariant: a prompt is read anew each time; no contestant keeps one.
 Not covered: GenAI gives no logits, so those of OpenVINO are of the same file, which is run without
 GenAI, and keys and values are rounded by its default there as well.
 """
 
+import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -69,7 +74,7 @@ class Contestant(NamedTuple):
 
     name: str
     make: Callable[[Prompts, int], Made]  # of prompts, and how many tokens each gets
-    logits: Callable[[Sequence[int]], Tensor]  # of each token of a text: [T, V]
+    logits: Callable[[Sequence[int]], Tensor] | None  # of each token: [T, V]; or hidden
     bytes: int = 0  # of weights that a token reads; 0 for a peer
 
     def seconds(self, prompts: Prompts, count: int) -> float:
@@ -211,6 +216,33 @@ def openvino(target: str, width: str) -> Contestant:
     if width == "float32" and computed == "bf16":
         width = "bfloat16"
     return Contestant(f"OpenVINO {width}", make, logits)
+
+
+# ---- vLLM ----------------------------------------------------------------------------------------
+
+
+def vllm(target: str, dtype: str) -> Contestant:
+    """Only its texts: it keeps its logits and the times of its tokens to itself."""
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+    from vllm import LLM, SamplingParams
+
+    engine = LLM(
+        str(find_folder(target)),
+        dtype=dtype,
+        max_model_len=ROOM,
+        enable_prefix_caching=False,
+        enforce_eager=True,
+    )
+
+    def make(prompts: Prompts, count: int) -> Made:
+        settings = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+        inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        start = time.perf_counter()
+        results = engine.generate(inputs, settings, use_tqdm=False)
+        total = time.perf_counter() - start
+        return Made([list(result.outputs[0].token_ids) for result in results], math.nan, total)
+
+    return Contestant(f"vLLM {dtype}", make, logits=None)
 
 
 # ---- llama.cpp -----------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The same request by itself, among 4 and among 16: is its output the same?
 
     python bench.py --invariance                          this program, in all its widths
-    python bench.py --invariance --against openvino       another one (see peers.py)
+    python bench.py --invariance --against openvino       another one (see peers.py), or vllm
 
 At temperature 0 an output should depend on its prompt alone. But sums of floating-point numbers
 depend on their order, and most programs add in another order if a batch has more rows, so logits

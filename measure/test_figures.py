@@ -15,6 +15,7 @@ from torch import Tensor
 
 import bench
 from automaton import Grammars
+from checkpoint.hub import find_folder
 from checkpoint.weights import weight_bytes
 from kernels import Ops
 from measure import (
@@ -422,6 +423,26 @@ def test_llama_cpp_reads_each_prompt_anew_with_all_threads(time, monkeypatch):
     together = contestants.Made([[4, 5, 6], [9, 10, 11]], 5.0, 9.0)
     assert peer.make([[1, 2, 3], [7, 8]], 3) == together
     assert peer.logits([1, 5, 7]).argmax(-1).tolist() == [2, 6, 8]
+
+
+def test_vllm_makes_texts_in_batches(time, monkeypatch):
+    class Stand:
+        def __init__(self, folder, dtype, **options):
+            assert (folder, dtype) == (str(find_folder("tiny")), "float32")
+            assert not options["enable_prefix_caching"]
+
+        def generate(self, inputs, settings, use_tqdm):
+            time.work(2.0)
+            assert settings == dict(temperature=0, max_tokens=2, ignore_eos=True)
+            firsts = [one["prompt_token_ids"][-1] for one in inputs]
+            texts = [SimpleNamespace(token_ids=(first + 1, first + 2)) for first in firsts]
+            return [SimpleNamespace(outputs=[text]) for text in texts]
+
+    module = SimpleNamespace(LLM=Stand, SamplingParams=dict)
+    monkeypatch.setitem(sys.modules, "vllm", module)
+    peer = contestants.vllm("tiny", "float32")
+    made = peer.make([[1, 2], [5]], 2)
+    assert (peer.name, made.texts, made.total) == ("vLLM float32", [[3, 4], [6, 7]], 2.0)
 
 
 def test_the_combined_table(time, monkeypatch):

@@ -55,9 +55,13 @@ def with_tools(folder: Path, is_tagged: bool) -> Path:
 
 CALL = '{"name": "zqname", "arguments": \0}'
 TAGGED = CallFormat(
-    f"<tool_call>\n{CALL}\n</tool_call>", "<tool_call>", "</tool_call>", separator="\n"
+    f"<tool_call>\n{CALL}\n</tool_call>",
+    opening="<tool_call>",
+    closing="</tool_call>",
+    separator="\n",
+    one_call=False,
 )  # Qwen's, Hermes'
-BARE = CallFormat(CALL.replace("arguments", "parameters"), "", "", None)  # Llama 3.1's
+BARE = CallFormat(CALL.replace("arguments", "parameters"), "", "", None, True)  # Llama 3.1's
 
 # Laid out as Qwen 3's and as R1's, distilled, are, in words of this page: with thoughts and tools.
 _ANSWER = """\
