@@ -227,31 +227,33 @@ class AnswerReader:
         self.num_calls += 1
         self.has_called = False
 
+    def _until_unquoted(self, mark: regex.Pattern, tell: Callable[[str], None]) -> Steps:
+        """As `_until`, but what is in a string does not count. mark: it matches a quote, too."""
+        is_inside = False
+        while True:
+            match = yield from self._until(MARK_IN_STRING if is_inside else mark, tell)
+            if match is None or not (is_inside or match[0] == '"'):
+                return match
+            tell(match[0])
+            if match[0] == '"':
+                is_inside = not is_inside
+
     def _read_arguments(self, tell: Callable[[str], None]) -> Steps:
         """Read an object behind its first brace -> whether it has ended."""
         depth = 1
-        mark = MARK
         while depth > 0:
-            match = yield from self._until(mark, tell)
+            match = yield from self._until_unquoted(MARK, tell)
             if match is None:
                 return False
             tell(match[0])
-            if match[0] == '"':
-                mark = MARK if mark is MARK_IN_STRING else MARK_IN_STRING
-            depth += {"{": 1, "}": -1}.get(match[0], 0)
+            depth += 1 if match[0] == "{" else -1
         return True
 
     def _read_block(self, begun: str, end_of_block: regex.Pattern) -> Steps:
         """Read a call with its keys in any order, or a list of calls -> whether it is one. A tag
         within a string ends nothing."""
         parts: list[str] = []
-        mark = end_of_block
-        last = yield from self._until(mark, parts.append)
-        while last and (last[0] == '"' or mark is MARK_IN_STRING):
-            parts.append(last[0])
-            if last[0] == '"':
-                mark = end_of_block if mark is MARK_IN_STRING else MARK_IN_STRING
-            last = yield from self._until(mark, parts.append)
+        last = yield from self._until_unquoted(end_of_block, parts.append)
         block = "".join(parts)
         calls = calls_in(block, self.functions)
         for function, arguments in calls:
