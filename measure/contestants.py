@@ -223,7 +223,11 @@ def openvino(target: str, width: str) -> Contestant:
 
 def vllm(target: str, dtype: str) -> Contestant:
     """Only its texts: it keeps its logits and the times of its tokens to itself."""
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+    os.environ |= {
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GB
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
     from vllm import LLM, SamplingParams
 
     engine = LLM(
