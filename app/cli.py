@@ -143,7 +143,7 @@ def print_results(
     result = next(results, None)
     while result is not None:
         try:
-            with waiting_signals():
+            with waiting_signals() if rank() == 0 else nullcontext():  # the others end at once
                 report(result)
         except KeyboardInterrupt as stop:
             result = results.throw(stop)
