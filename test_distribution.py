@@ -130,8 +130,9 @@ def test_outputs_of_several_plain_tokens_between_drafts_follow_it(where):
 
 
 def test_coupled_outputs_follow_it():
-    """The target picks, whatever is drafted."""
+    """The target picks, whatever is drafted: a second draft counts only if the first is picked."""
     check(shorter(KINDS[1:10:2]), coupled=True)
+    check([KINDS[1]._replace(gamma=2, max_tokens=3)], coupled=True)
 
 
 def test_outputs_follow_it_with_as_many_look_ups_as_pay():
