@@ -211,6 +211,21 @@ def test_youngest_is_preempted_and_goes_on_before_those_who_wait():
     assert [list(new_tokens(request)) for request in requests] == [alone(r) for r in requests]
 
 
+def test_as_many_are_preempted_as_must_be():
+    """Siblings share the blocks of their prompt, so each one gives few back."""
+    batcher = make_batcher(blocks=7, max_batch=4)
+    first = make_request(9, 12, 1)
+    requests = [first, *map(first.sibling_text, range(1, 4))]
+    add_all(batcher, requests)
+    most = 0
+    while batcher.waiting or batcher.running:
+        before = sum(request.num_preemptions for request in requests)
+        batcher.step()
+        most = max(most, sum(request.num_preemptions for request in requests) - before)
+    assert most > 1
+    assert [list(new_tokens(request)) for request in requests] == [alone(r) for r in requests]
+
+
 def test_request_is_admitted_only_if_the_caches_have_room_for_all_of_it():
     """Else it would read a chunk, and be preempted before its first token."""
     batcher = make_batcher(blocks=10, budget=8)
