@@ -527,6 +527,6 @@ def test_in_a_chat_the_first_process_has_the_terminal_and_ctrl_c_ends_all():
     terminal = Terminal("--tensor-parallel", "2", "--max-tokens", "20", "--seed", "1")
     terminal.read_until("> ")
     assert " tokens (" in terminal.type("Once upon a time")
-    time.sleep(0.5)  # between readline's prompt and its wait, a signal is lost until a key is pressed
+    time.sleep(0.5)  # readline loses a signal that comes between its prompt and its wait
     terminal.process.send_signal(signal.SIGINT)
     assert terminal.process.wait(timeout=30) == 130
