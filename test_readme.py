@@ -145,6 +145,7 @@ def test_links_of_the_site_lead_somewhere(tmp_path):
     others = len(chapters) - TOUR.count("\n## ")  # the start of the tour, and the guides
     assert whole.count("<h1") == len(chapters) and others < 10
     assert whole.count("<details") == TOUR.count("<details markdown>") > 20
+    assert whole.count("<iframe") == 1  # the recorded session
     assert whole.count('class="filename"') == TOUR.count("```python ") > 20
     for page, text in chapters.items():
         assert 'src="file:' not in text, f"{page.name}: a picture that is not on the site"

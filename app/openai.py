@@ -23,7 +23,7 @@ from uuid import uuid4
 from app.answers import CallFormat, Thoughts
 from app.asgi import HttpError
 from app.conversation import read_conversation
-from app.fields import Body, ChatBody, TextBody, read_body
+from app.fields import Body, ChatBody, ChatMessage, TextBody, read_body
 from app.tools import NO_TOOLS, AnswerForm, Tools, call_format
 from automaton import lark_of
 from bounds import check_bounds
@@ -63,11 +63,7 @@ class Offer:
 
     @cached_property
     def call_format(self) -> CallFormat | str:
-        """How the model writes calls; a text: why they are not read."""
-        template = self.model.tokenizer.template(True)
-        if template is None:
-            return NO_TOOLS
-        return call_format(template.ask, self.model.tokenizer.specials)
+        return call_format_of(self.model)
 
     @cached_property
     def thoughts(self) -> Thoughts | None:
@@ -81,6 +77,14 @@ class Offer:
         tokenizer = self.model.tokenizer
         sizes = (len(tokenizer.token_bytes(id, special=True)) for id in range(tokenizer.vocab_size))
         return max(sizes)
+
+
+def call_format_of(model: Model) -> CallFormat | str:
+    """How the model writes calls; a text: why they are not read."""
+    template = model.tokenizer.template(True)
+    if template is None:
+        return NO_TOOLS
+    return call_format(template.ask, model.tokenizer.specials)
 
 
 @dataclass
@@ -111,7 +115,7 @@ def read_request(data: bytes, is_chat: bool, offer: Offer) -> Asked:
     param = "messages" if is_chat else "prompt"
     try:
         prompts = read_chat(body, tools, offer) if is_chat else read_prompts(body, offer)
-    except TooManyTokens:  # so many were read, and more is left
+    except TooManyTokens:  # the rest of the prompt was not read
         raise too_long(param, f"at least {offer.limit:,} tokens", offer) from None
     for tokens in prompts:
         check_prompt(param, tokens, offer)
@@ -150,7 +154,7 @@ def read_chat(body: ChatBody, tools: Tools | None, offer: Offer) -> list[list[in
     """The tokens of a conversation. A model without a chat template goes on from its texts."""
     if not body.messages:
         raise bad("messages", "messages must be a list of at least one message")
-    conversation = conversation_of(body, offer)
+    conversation = conversation_of(body.messages, offer.call_format)
     how = template_options(body)
     declared = None
     if tools is not None:
@@ -163,11 +167,10 @@ def read_chat(body: ChatBody, tools: Tools | None, offer: Offer) -> list[list[in
     return [offer.model.encode(text, most=most)]
 
 
-def conversation_of(body: ChatBody, offer: Offer) -> list[Message]:
+def conversation_of(messages: Sequence[ChatMessage], form: CallFormat | str) -> list[Message]:
     """The messages for the template, which may want one call in a message."""
-    form = offer.call_format
     one_call = isinstance(form, CallFormat) and form.one_call
-    return read_conversation(body.messages, one_call)
+    return read_conversation(messages, one_call)
 
 
 def template_options(body: ChatBody) -> Fields:

@@ -119,7 +119,7 @@ def handled(signals: Sequence[int], handler: Callable[[int, Any], None]) -> Iter
 
 
 @contextmanager
-def noted_signals(tell: Callable[[], Any] = bool) -> Iterator[list[int]]:
+def noted_signals(tell: Callable[[], Any] = lambda: None) -> Iterator[list[int]]:
     """In this block the first signal only goes into the list, and `tell` is called. A second one
     ends the program at once."""
     noted: list[int] = []

