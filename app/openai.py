@@ -71,13 +71,6 @@ class Offer:
         template = self.model.tokenizer.template(False)
         return template and Thoughts.of(template.source)
 
-    @cached_property
-    def longest_token(self) -> int:
-        """Bytes of the vocabulary's longest token."""
-        tokenizer = self.model.tokenizer
-        sizes = (len(tokenizer.token_bytes(id, special=True)) for id in range(tokenizer.vocab_size))
-        return max(sizes)
-
 
 def call_format_of(model: Model) -> CallFormat | str:
     """How the model writes calls; a text: why they are not read."""
@@ -118,7 +111,10 @@ def read_request(data: bytes, is_chat: bool, offer: Offer) -> Asked:
     except TooManyTokens:  # the rest of the prompt was not read
         raise too_long(param, f"at least {offer.limit:,} tokens", offer) from None
     for tokens in prompts:
-        check_prompt(param, tokens, offer)
+        if not tokens:
+            raise bad(param, f"{param} must have a token")
+        if len(tokens) >= offer.limit:
+            raise too_long(param, f"{len(tokens):,} tokens", offer)
     check_whole("n", body.n, 1, MAX_CHOICES // len(prompts), f" ({len(prompts)} prompts)")
     asks, constraint = read_constraint(body)
     settings = replace(read_settings(body, offer), **constraint)
@@ -159,7 +155,6 @@ def read_chat(body: ChatBody, tools: Tools | None, offer: Offer) -> list[list[in
     declared = None
     if tools is not None:
         declared = [tool.as_sent() for tool in body.tools]
-    check_characters(conversation, offer)
     most = offer.limit - 1
     if offer.model.uses_template(None):
         return [offer.model.tokenizer.chat(conversation, tools=declared, most=most, how=how)]
@@ -211,24 +206,6 @@ def read_prompts(body: TextBody, offer: Offer) -> list[list[int]]:
 
 def is_tokens(prompt: Any) -> bool:
     return isinstance(prompt, list) and all(type(token) is int for token in prompt)
-
-
-def check_characters(conversation: Sequence[Message], offer: Offer) -> None:
-    """Refuse what cannot fit before the template lays it out: each token would have to be the
-    longest one. Not counted is what templates leave out: the reasoning of earlier answers, and
-    spaces at both ends of a message."""
-    counted = (message for message in conversation if message["role"] != "assistant")
-    size = sum(len(message["content"].strip()) for message in counted)
-    if size >= offer.longest_token * offer.limit:
-        raise too_long("messages", f"{size:,} characters", offer)
-
-
-def check_prompt(param: str, tokens: list[int], offer: Offer) -> None:
-    if len(tokens) >= offer.limit:
-        raise too_long(param, f"{len(tokens):,} tokens", offer)
-    vocab_size = offer.model.tokenizer.vocab_size
-    if not tokens or not 0 <= min(tokens) <= max(tokens) < vocab_size:
-        raise bad(param, f"{param} must have a token, and tokens are from 0 to {vocab_size - 1}")
 
 
 def check_echo(num_tokens: int, num_top: int | None) -> None:
