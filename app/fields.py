@@ -34,8 +34,8 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from app.asgi import HttpError
-from checkpoint.files import parse_json
-from errors import brief, nearest
+from checkpoint.files import parse_object
+from errors import UserError, brief, nearest
 from settings import MAX_LOGPROBS, PENALTIES, SETTINGS
 
 FUNCTION_NAME = "[a-zA-Z0-9_-]{1,64}"  # OpenAI's rule
@@ -185,10 +185,9 @@ class CalledFunction(Listed):
     @classmethod
     def as_object(cls, text: Any) -> Any:
         try:
-            read = parse_json(text or "{}")
-        except (TypeError, ValueError, RecursionError):
+            return parse_object(text or "{}")
+        except (TypeError, UserError):
             return text
-        return read if isinstance(read, dict) else text
 
 
 class Tool(Listed):
@@ -334,11 +333,9 @@ def read_body(data: bytes, kind: type[T]) -> T:
     if data.count(b"[") + data.count(b"{") > MAX_BRACKETS:
         raise HttpError(400, f"the body has more than {MAX_BRACKETS:,} lists and objects")
     try:
-        body = parse_json(data.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise HttpError(400, f"the body is not JSON: {brief(error, 200)}") from None
-    if not isinstance(body, dict):
-        raise HttpError(400, "the body is not a JSON object")
+        body = parse_object(data.decode("utf-8-sig"))
+    except ValueError as error:  # UserError and UnicodeError are such
+        raise HttpError(400, f"the body is not a JSON object: {brief(error, 200)}") from None
     try:
         return kind.model_validate(without_aliases(body))
     except ValidationError as error:

@@ -387,8 +387,8 @@ def user(content="a", role="user", **more) -> dict:
 
 BAD = told(
     """
-    completions { → the body is not JSON
-    completions {"prompt": NaN} → NaN is not a JSON number
+    completions { → the body is not a JSON object
+    completions {"prompt": NaN} → NaN is not a finite number
     completions [1] → the body is not a JSON object
     completions {} → prompt must be a text
     completions {"prompt": []} → prompt must have a token
@@ -432,8 +432,8 @@ BAD = told(
     """
 )
 LONG = [
-    (b"\xff", "the body is not JSON"),
-    (b"[" * 100_000, "the body is not JSON"),
+    (b"\xff", "the body is not a JSON object"),
+    (b"[" * 100_000, "the body is not a JSON object"),
     (b"[" * 300_000, "the body has more than 131,072 lists and objects"),
     (dict(prompt=[1] * 300), "300 tokens, but prompt and answer have at most 300"),
     (dict(prompt=[9999, *[1] * 30]), "token 9999, and the model has tokens 0 to 4095"),
