@@ -126,14 +126,10 @@ class Answer:
             self.waiting = {}
             yield taken
 
-    async def results(self) -> list[Result]:
-        """Wait until every output is finished."""
-        results = {}
-        async for updates in self.updates():
-            for update in updates:
-                if update.result is not None:
-                    results[update.index] = update.result
-        return [results[i] for i in sorted(results)]
+    async def whole(self) -> list[Update]:
+        """Wait until every output is finished: one update for each, if they are not streamed."""
+        told = [update async for updates in self.updates() for update in updates]
+        return sorted(told, key=lambda update: update.index)
 
 
 # ---- Requests as the engine thread sees them -----------------------------------------------------
@@ -143,7 +139,7 @@ class Answer:
 class ServedRequest:
     answer: Answer
     stream: OutputStream
-    pieces: list[tuple[str, str]]  # for the next update; empty if the client does not stream
+    pieces: list[tuple[str, str]] = field(default_factory=list)  # for the next update
     num_reported: int = 0  # tokens that have been reported to the event loop
 
 
@@ -198,10 +194,8 @@ class BatchServer:
         self.answers.add(answer)
         arrived = time.perf_counter()
         for i, stream in enumerate(answer.streams):
-            pieces: list[tuple[str, str]] = []
-            if answer.is_streamed:
-                stream.show = lambda *piece, pieces=pieces: pieces.append(piece)
-            text = ServedRequest(answer, stream, pieces)
+            text = ServedRequest(answer, stream)
+            stream.show = lambda *piece, pieces=text.pieces: pieces.append(piece)
             self.commands.put(partial(self._add, text, arrived, i))
 
     def close(self, answer: Answer) -> None:
@@ -306,7 +300,7 @@ class BatchServer:
             return error
         if result is not None:
             del self.served[stream.request]
-        elif not text.pieces:
+        elif not (text.pieces and text.answer.is_streamed):
             return None
         num_tokens = len(stream.result.tokens)
         logprobs = stream.request.logprobs[text.num_reported : num_tokens]

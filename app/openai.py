@@ -29,7 +29,7 @@ from automaton import lark_of
 from bounds import check_bounds
 from errors import TooManyTokens, UserError, brief
 from loading import Model
-from request import Message, OutputStream, Result, Settings
+from request import Message, OutputStream, Settings
 from sampling import TokenLogprob
 from serve import Update
 from settings import Grammar, check_whole, settings_of
@@ -366,14 +366,9 @@ class Reply:
         self.num_tokens: dict[int, int] = {}  # of each text of which something was told
         self.readers = [asked.form.reader() for _ in asked.streams]
 
-    def completion(self, results: Sequence[Result]) -> Fields:
+    def completion(self, updates: Sequence[Update]) -> Fields:
         """All texts at once."""
-        choices = []
-        for result in results:
-            update = Update(result.index, [(result.text, "")], num_tokens=len(result.tokens))
-            update.logprobs = result.logprobs or []
-            update.result = result
-            choices.append(self._choice(update))
+        choices = [self._choice(update) for update in updates]
         return self.head | {"choices": choices, "usage": self.usage()}
 
     def chunk(self, update: Update) -> Fields:

@@ -61,8 +61,8 @@ from devices import find_device
 from errors import UserError, brief
 from generate import Engine
 from loading import Model
-from request import Result, Settings
-from serve import Answer, BatchServer, QueueFull, Unavailable
+from request import Settings
+from serve import Answer, BatchServer, QueueFull, Unavailable, Update
 
 CHATS = "/v1/chat/completions"
 PATHS = f"OpenAI's protocol is at {CHATS}, /v1/completions and /v1/models"
@@ -251,8 +251,8 @@ class Application:
         headers = {"x-request-id": reply.id}
         if asked.body.stream:
             return Events(self._chunks(answer, asked, reply), headers)
-        results = await unless_gone(request.receive, self._results(answer))
-        return Json(reply.completion(results), headers=headers)
+        updates = await unless_gone(request.receive, self._whole(answer))
+        return Json(reply.completion(updates), headers=headers)
 
     async def read(self, request: Request) -> Asked:
         """The body, once it has come, in a thread."""
@@ -303,10 +303,10 @@ class Application:
         for stream in asked.streams:
             stream.request.compiled = compiled.result()
 
-    async def _results(self, answer: Answer) -> list[Result]:
+    async def _whole(self, answer: Answer) -> list[Update]:
         try:
             self.batch.submit(answer)
-            return await answer.results()
+            return await answer.whole()
         finally:
             self.batch.close(answer)
 

@@ -915,7 +915,7 @@ def test_the_engines_failure_is_the_programs(capsys):
             batch.submit(answer)
             engine.batcher.step = lambda: 1 / 0
             with pytest.raises(Unavailable, match="the engine has failed"):
-                await answer.results()
+                await answer.whole()
             batch.close(answer)
             while not self.should_exit:
                 await asyncio.sleep(0.01)

@@ -464,7 +464,8 @@ def test_an_answer_is_divided_into_content_and_calls(model):
     ):
         asked = read(True, offer, tools=TOOLS)
         result = Result("", [], 0, text=text, finish_reason=reason)
-        (whole,) = Reply(asked, offer).completion([result])["choices"]
+        update = Update(0, [(text, "")], result=result)
+        (whole,) = Reply(asked, offer).completion([update])["choices"]
         assert whole["finish_reason"] == tells
         asked.body.stream = True
         reply = Reply(asked, offer)
