@@ -60,11 +60,12 @@ class Thoughts(NamedTuple):
 class CallFormat(NamedTuple):
     """How a model writes a call."""
 
-    written: str  # a call of tools.NAME with tools.ARGUMENTS
-    opening: str  # the tag before it, or nothing
-    closing: str  # the tag behind it, or nothing
-    separator: str | None  # between two calls; None: none stand side by side (but in a list)
-    one_call: bool  # a message of its template has one call at most
+    written: str = ""  # a call of tools.NAME with tools.ARGUMENTS
+    opening: str = ""  # the tag before it, or nothing
+    closing: str = ""  # the tag behind it, or nothing
+    separator: str | None = None  # between two calls; None: none stand side by side (in no list)
+    one_call: bool = False  # a message of its template has one call at most
+    problem: str = ""  # why calls are not read
 
 
 def pattern(text: str) -> regex.Pattern:

@@ -23,13 +23,13 @@ from uuid import uuid4
 from app.answers import CallFormat, Thoughts
 from app.asgi import HttpError
 from app.conversation import read_conversation
-from app.fields import Body, ChatBody, ChatMessage, TextBody, read_body
+from app.fields import Body, ChatBody, TextBody, read_body
 from app.tools import NO_TOOLS, AnswerForm, Tools, call_format
 from automaton import lark_of
 from bounds import check_bounds
 from errors import TooManyTokens, UserError, brief
 from loading import Model
-from request import Message, OutputStream, Settings
+from request import OutputStream, Settings
 from sampling import TokenLogprob
 from serve import Update
 from settings import Grammar, check_whole, settings_of
@@ -45,6 +45,8 @@ FORMATS = {  # where response_format may have a schema -> in which of its types
     "response_format.json_schema": ("json_schema",),
 }
 ANY_OBJECT = {"type": "object"}
+# Whether to think, in the words of `thinking` and `reasoning_effort`.
+THINKS = {"auto": None, "enabled": True, "disabled": False, "none": False}
 OF_THE_SERVER = {"messages", "tools", "documents", "add_generation_prompt"}  # a template's values
 Fields = dict[str, Any]  # a JSON object
 
@@ -62,7 +64,7 @@ class Offer:
     settings: Settings  # what the command line chose: γ
 
     @cached_property
-    def call_format(self) -> CallFormat | str:
+    def call_format(self) -> CallFormat:
         return call_format_of(self.model)
 
     @cached_property
@@ -72,11 +74,11 @@ class Offer:
         return template and Thoughts.of(template.source)
 
 
-def call_format_of(model: Model) -> CallFormat | str:
-    """How the model writes calls; a text: why they are not read."""
+def call_format_of(model: Model) -> CallFormat:
+    """How the model writes calls."""
     template = model.tokenizer.template(True)
     if template is None:
-        return NO_TOOLS
+        return CallFormat(problem=NO_TOOLS)
     return call_format(template.ask, model.tokenizer.specials)
 
 
@@ -150,7 +152,7 @@ def read_chat(body: ChatBody, tools: Tools | None, offer: Offer) -> list[list[in
     """The tokens of a conversation. A model without a chat template goes on from its texts."""
     if not body.messages:
         raise bad("messages", "messages must be a list of at least one message")
-    conversation = conversation_of(body.messages, offer.call_format)
+    conversation = read_conversation(body.messages, offer.call_format.one_call)
     how = template_options(body)
     declared = None
     if tools is not None:
@@ -162,21 +164,12 @@ def read_chat(body: ChatBody, tools: Tools | None, offer: Offer) -> list[list[in
     return [offer.model.encode(text, most=most)]
 
 
-def conversation_of(messages: Sequence[ChatMessage], form: CallFormat | str) -> list[Message]:
-    """The messages for the template, which may want one call in a message."""
-    one_call = isinstance(form, CallFormat) and form.one_call
-    return read_conversation(messages, one_call)
-
-
 def template_options(body: ChatBody) -> Fields:
     """What only a template reads: it has no effect where the template does not name it."""
-    options: Fields = {"enable_thinking": body.enable_thinking}
+    asked = (body.enable_thinking, THINKS[body.thinking.type], THINKS.get(body.reasoning_effort))
+    options: Fields = {"enable_thinking": next((each for each in asked if each is not None), None)}
     if body.reasoning_effort != "auto":
         options["reasoning_effort"] = body.reasoning_effort
-    if body.enable_thinking is None and body.thinking.type != "auto":
-        options["enable_thinking"] = body.thinking.type == "enabled"
-    if body.reasoning_effort == "none" and options["enable_thinking"] is None:
-        options["enable_thinking"] = False
     options |= body.chat_template_kwargs
     for name, value in options.items():
         if name in OF_THE_SERVER or not re.fullmatch(r"[\w.-]{1,32}", str(value)):
@@ -243,8 +236,8 @@ def read_tools(body: ChatBody, offer: Offer) -> Tools | None:
         )
     if choice.type == "none" or not functions:
         return None
-    if isinstance(offer.call_format, str):
-        raise bad("tools", f"tools is not supported: {offer.call_format}")
+    if offer.call_format.problem:
+        raise bad("tools", f"tools is not supported: {offer.call_format.problem}")
     return Tools(
         functions,
         form=offer.call_format,

@@ -236,10 +236,10 @@ def test_the_form_of_calls_is_asked_of_the_template(written):
     form = call_format(lay_out, ["<|im_start|>", "<|im_end|>"])
     expected = FORMS[written]
     if isinstance(expected, str):
-        assert expected in form
+        assert expected in form.problem
         return
-    assert (form.opening, form.separator) == expected
-    assert call_format(lambda *asked, **how: "", []).startswith("leave it out")
+    assert (form.opening, form.separator, form.problem) == (*expected, "")
+    assert call_format(lambda *asked, **how: "", []).problem.startswith("leave it out")
 
 
 CALLS = {  # how a template lays calls out; whether a message has one of them at most
