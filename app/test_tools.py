@@ -81,7 +81,7 @@ READ: list[tuple[str, str, Calls]] = [  # a text, its content, its calls
     (tag(ADD + "}") + "So", "So", READ_ADD),
     (SWAPPED, "", READ_ADD),
     (f"[{ADD}]", "", READ_ADD),
-    (f"[{ADD}] So", f"[{ADD}] So", []),
+    (f"[{ADD}] So", "So", READ_ADD),
     # Nearly calls.
     (f"I say {SAY}", f"I say {SAY}", []),
     (OTHER, OTHER, []),
@@ -101,7 +101,8 @@ READ: list[tuple[str, str, Calls]] = [  # a text, its content, its calls
     (SAY[: SAY.index("\\") + 1], "", [("say", SAID[: SAID.index("\\") + 1])]),
     (tag(ADD)[:-14], "", [("add", '{"a": 1}')]),
     (tag(ADD)[:-3], "", [("add", '{"a": 1}')]),
-    (tag(SPOILT), "", [("add", '{"a": one [}')]),
+    (tag(SPOILT), "", [("add", '{"a": one [}}')]),
+    (tag(ADD[:-2]) + "So", "So", [("add", '{"a": 1\n')]),
 ]
 
 
