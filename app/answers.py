@@ -13,9 +13,10 @@ Thoughts come first, or not at all; where the prompt ends with their tag, an ans
 them. A call that is only drafted in thoughts is none. A call begins with its tag anywhere in the
 content; a model without such tags calls where its content begins, and then again behind a call. The
 keys of a call may be in any order: if the name comes first, arguments are told as they come,
-otherwise when all of the call is there. A tag that is not in a string ends it. What has begun as a call is a call, even if it is cut, and
-its arguments may be no JSON, as those of OpenAI's models. What is nearly a call, or calls a
-function that was not declared, is content. White space around tags and behind calls is dropped.
+otherwise when all of the call is there. A tag ends it, but not within a string. What has begun as a
+call is a call, even if it is cut, and its arguments may be no JSON, as those of OpenAI's models.
+What is nearly a call, or calls a function that was not declared, is content. White space around
+tags and behind calls is dropped.
 
 `AnswerReader` is a generator, written as if all of the text were there: where a pattern might still
 match more of it, it waits (`yield`) for the next piece.
