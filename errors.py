@@ -10,9 +10,12 @@ from difflib import get_close_matches
 
 
 class UserError(ValueError):
-    """A request that cannot be carried out. The message says what to change."""
+    """A request that cannot be carried out. The message says what to change. param: the setting or
+    field at fault, if there is one."""
 
-    param: str | None = None  # the setting or field at fault, if there is one
+    def __init__(self, message: str, param: str | None = None):
+        super().__init__(message)
+        self.param = param
 
 
 class TooManyTokens(UserError):

@@ -33,7 +33,6 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from app.asgi import HttpError
 from checkpoint.files import parse_object
 from errors import UserError, brief, nearest
 from settings import MAX_LOGPROBS, PENALTIES, SETTINGS
@@ -329,13 +328,13 @@ class TextBody(Body):
 
 
 def read_body(data: bytes, kind: type[T]) -> T:
-    """A ChatBody or a TextBody. HttpError names the first field that is wrong."""
+    """A ChatBody or a TextBody. UserError names the first field that is wrong."""
     if data.count(b"[") + data.count(b"{") > MAX_BRACKETS:
-        raise HttpError(400, f"the body has more than {MAX_BRACKETS:,} lists and objects")
+        raise UserError(f"the body has more than {MAX_BRACKETS:,} lists and objects")
     try:
         body = parse_object(data.decode("utf-8-sig"))
     except ValueError as error:  # UserError and UnicodeError are such
-        raise HttpError(400, f"the body is not a JSON object: {brief(error, 200)}") from None
+        raise UserError(f"the body is not a JSON object: {brief(error, 200)}") from None
     try:
         return kind.model_validate(without_aliases(body))
     except ValidationError as error:
@@ -345,7 +344,7 @@ def read_body(data: bytes, kind: type[T]) -> T:
 OBJECT = "it must be an object"
 
 
-def refusal(error: ValidationError) -> HttpError:
+def refusal(error: ValidationError) -> UserError:
     """Its first error, with the path of the field."""
     first = error.errors(include_url=False)[0]
     path = ""
@@ -363,16 +362,16 @@ def refusal(error: ValidationError) -> HttpError:
             must = OBJECT if kind in ("model_type", "dict_type") else must
             rule = f"is {brief(repr(first['input']), 100)}: {must}"
     path = path.removeprefix(".")
-    return HttpError(400, f"{path} {rule}", param=path)
+    return UserError(f"{path} {rule}", path)
 
 
 def without_aliases(body: dict[str, Any]) -> dict[str, Any]:
-    """The body without nulls and ALIASES. HttpError if a field has two values."""
+    """The body without nulls and ALIASES. UserError if a field has two values."""
     fields = {name: value for name, value in body.items() if value is not None}
     for alias, name in ALIASES.items():
         if alias in fields:
             value = fields.pop(alias)
             if fields.setdefault(name, value) != value:
                 message = f"{alias} and {name} are one field: give one value"
-                raise HttpError(400, message, param=alias)
+                raise UserError(message, alias)
     return fields

@@ -93,14 +93,9 @@ class Asked:
     param: str  # the field that asks for the grammar
 
 
-def bad(param: str, message: str) -> HttpError:
-    """The error of a field."""
-    return HttpError(400, message, param=param)
-
-
 def read_request(data: bytes, is_chat: bool, offer: Offer) -> Asked:
-    """Read a request's body, and check all but its grammar, which is compiled later. HttpError or
-    UserError for what is wrong."""
+    """Read a request's body, and check all but its grammar, which is compiled later. UserError
+    for what is wrong, HttpError for another model."""
     body = read_body(data, ChatBody if is_chat else TextBody)
     if body.model not in (None, offer.name):
         shown = brief(repr(body.model), 100)
@@ -114,7 +109,7 @@ def read_request(data: bytes, is_chat: bool, offer: Offer) -> Asked:
         raise too_long(param, f"at least {offer.limit:,} tokens", offer) from None
     for tokens in prompts:
         if not tokens:
-            raise bad(param, f"{param} must have a token")
+            raise UserError(f"{param} must have a token", param)
         if len(tokens) >= offer.limit:
             raise too_long(param, f"{len(tokens):,} tokens", offer)
     check_whole("n", body.n, 1, MAX_CHOICES // len(prompts), f" ({len(prompts)} prompts)")
@@ -124,8 +119,8 @@ def read_request(data: bytes, is_chat: bool, offer: Offer) -> Asked:
     end = offer.model.tokenizer.decode(prompts[0][-20:], special=True)  # with control tokens
     form = AnswerForm(tags, end.rstrip(), tools)
     if tags is not None and body.reasoning_format == "none":
-        raise bad(
-            "reasoning_format", "reasoning_format is 'none': thoughts are always separate; use auto"
+        raise UserError(
+            "reasoning_format is 'none': thoughts are always separate; use auto", "reasoning_format"
         )
     settings = with_form(settings, asks, form)
     if body.echo:
@@ -141,7 +136,9 @@ def read_request(data: bytes, is_chat: bool, offer: Offer) -> Asked:
             stream = OutputStream(offer.model.tokenizer, request, "", index=len(streams))
             streams.append(stream)
     if body.origins and not body.stream:
-        raise bad("origins", "origins are sent in chunks: set stream to true, or leave it out")
+        raise UserError(
+            "origins are sent in chunks: set stream to true, or leave it out", "origins"
+        )
     return Asked(body, streams, form, settings.follows, param=asks or "tools")
 
 
@@ -151,7 +148,7 @@ def read_request(data: bytes, is_chat: bool, offer: Offer) -> Asked:
 def read_chat(body: ChatBody, tools: Tools | None, offer: Offer) -> list[list[int]]:
     """The tokens of a conversation. A model without a chat template goes on from its texts."""
     if not body.messages:
-        raise bad("messages", "messages must be a list of at least one message")
+        raise UserError("messages must be a list of at least one message", "messages")
     conversation = read_conversation(body.messages, offer.call_format.one_call)
     how = template_options(body)
     declared = None
@@ -174,25 +171,25 @@ def template_options(body: ChatBody) -> Fields:
     for name, value in options.items():
         if name in OF_THE_SERVER or not re.fullmatch(r"[\w.-]{1,32}", str(value)):
             path = f"chat_template_kwargs.{brief(name, 100)}"
-            raise bad(path, f"{path} is not supported: leave it out")
+            raise UserError(f"{path} is not supported: leave it out", path)
     return options
 
 
 def read_prompts(body: TextBody, offer: Offer) -> list[list[int]]:
     """The tokens of one prompt or several, each of them a text, or tokens."""
     if not body.add_special_tokens:
-        raise bad("add_special_tokens", "add_special_tokens is not supported: leave it out")
+        raise UserError("add_special_tokens is not supported: leave it out", "add_special_tokens")
     is_one = not isinstance(body.prompt, list) or is_tokens(body.prompt)
     prompts = [body.prompt] if is_one else body.prompt
     if len(prompts) > MAX_CHOICES:
-        raise bad("prompt", f"{len(prompts)} prompts: at most {MAX_CHOICES} are read")
+        raise UserError(f"{len(prompts)} prompts: at most {MAX_CHOICES} are read", "prompt")
     tokens = []
     for prompt in prompts:
         if isinstance(prompt, str):
             most = offer.limit - 1
             prompt = offer.model.encode(prompt, chat=False, special=body.special, most=most)
         elif not is_tokens(prompt):
-            raise bad("prompt", "prompt must be a text, tokens, or a list of these")
+            raise UserError("prompt must be a text, tokens, or a list of these", "prompt")
         tokens.append(prompt)
     return tokens
 
@@ -207,16 +204,16 @@ def check_echo(num_tokens: int, num_top: int | None) -> None:
     for_each = 1 if num_top is None else 2 + num_top  # its text; its logprob, and the most probable
     count = num_tokens * for_each
     if count > MAX_ECHOED:
-        raise bad(
-            "echo",
+        raise UserError(
             f"echo would return {count:,} numbers and strings of prompts: at most {MAX_ECHOED:,} "
             "are returned; lower n or logprobs",
+            "echo",
         )
 
 
-def too_long(param: str, size: str, offer: Offer) -> HttpError:
+def too_long(param: str, size: str, offer: Offer) -> TooManyTokens:
     message = f"{param}: {size}, but prompt and answer have at most {offer.limit:,} tokens"
-    return HttpError(400, message, param=param, code="context_length_exceeded")
+    return TooManyTokens(message, param)
 
 
 # ---- Tools
@@ -230,14 +227,14 @@ def read_tools(body: ChatBody, offer: Offer) -> Tools | None:
         name = choice.function and choice.function.name
         functions = [function for function in functions if function.name == name]
     if choice.type not in ("none", "auto") and not functions:
-        raise bad(
-            "tool_choice",
+        raise UserError(
             "tool_choice is not supported: leave it out, or give tools that it can choose",
+            "tool_choice",
         )
     if choice.type == "none" or not functions:
         return None
     if offer.call_format.problem:
-        raise bad("tools", f"tools is not supported: {offer.call_format.problem}")
+        raise UserError(f"tools is not supported: {offer.call_format.problem}", "tools")
     return Tools(
         functions,
         form=offer.call_format,
@@ -250,8 +247,7 @@ def read_tools(body: ChatBody, offer: Offer) -> Tools | None:
 
 
 def read_settings(body: ChatBody | TextBody, offer: Offer) -> Settings:
-    """UserError or HttpError for a bad value. A −1 (top_k, seed, max_tokens) is vLLM's and
-    llama.cpp's."""
+    """UserError for a bad value. A −1 (top_k, seed, max_tokens) is vLLM's and llama.cpp's."""
     chosen = dict(body.model_extra)  # temperature and the like
     if chosen.get("top_k") == -1:  # all
         chosen["top_k"] = 0
@@ -259,12 +255,12 @@ def read_settings(body: ChatBody | TextBody, offer: Offer) -> Settings:
         del chosen["seed"]
     if body.repetition_penalty_range and chosen.get("repetition_penalty", 1) != 1:
         message = "repetition_penalty_range is not supported: leave it out, or set it to 0 (all)"
-        raise bad("repetition_penalty_range", message)
+        raise UserError(message, "repetition_penalty_range")
     stops = body.stop if isinstance(body.stop, list) else [body.stop]
     if len(stops) > MAX_STOPS or sum(map(len, map(str, stops))) > MAX_STOP_CHARACTERS:
-        raise bad(
-            "stop",
+        raise UserError(
             f"stop may be at most {MAX_STOPS} texts, of {MAX_STOP_CHARACTERS} characters together",
+            "stop",
         )
     chosen["stop"] = body.stop
     chosen["max_tokens"] = offer.limit if body.is_chat else DEFAULT_MAX_TOKENS
@@ -274,15 +270,15 @@ def read_settings(body: ChatBody | TextBody, offer: Offer) -> Settings:
     chosen["logprobs"] = body.logprobs
     if body.is_chat:  # there logprobs is a switch, and top_logprobs the number
         if body.top_logprobs and not body.logprobs:
-            raise bad("top_logprobs", "top_logprobs needs logprobs: set it to true")
+            raise UserError("top_logprobs needs logprobs: set it to true", "top_logprobs")
         chosen["logprobs"] = body.top_logprobs if body.logprobs else None
     return replace(offer.settings, **chosen)
 
 
 def read_constraint(body: Body) -> tuple[str, Fields]:
     """The field that says what the text follows, and the setting that it becomes: schema, regex,
-    choice or grammar. Both are empty if the text is free. HttpError or UserError if fields ask for
-    several, or if one cannot be read."""
+    choice or grammar. Both are empty if the text is free. UserError if fields ask for several, or
+    if one cannot be read."""
     form = body.response_format
     outputs = body.structured_outputs
     schemas = {
@@ -292,10 +288,10 @@ def read_constraint(body: Body) -> tuple[str, Fields]:
     }
     for path, types in FORMATS.items():
         if schemas[path] is not None and form.type not in types:
-            raise bad(path, f"{path} is not supported: leave it out")
+            raise UserError(f"{path} is not supported: leave it out", path)
     asked = [(path, "schema", schema) for path, schema in schemas.items() if schema is not None]
     if form.type == "json_schema" and not asked:
-        raise bad("response_format", "response_format must have a schema, in its json_schema")
+        raise UserError("response_format must have a schema, in its json_schema", "response_format")
     if form.type == "json_object" and not asked:
         asked.append(("response_format", "schema", ANY_OBJECT))
     if outputs.json_object:
@@ -308,11 +304,11 @@ def read_constraint(body: Body) -> tuple[str, Fields]:
     path, setting, value = asked[-1]
     if len(asked) > 1:
         paths = " and ".join(path for path, _, _ in asked)
-        raise bad(path, f"{paths} are given: an output can follow only one of them")
+        raise UserError(f"{paths} are given: an output can follow only one of them", path)
     try:
         Settings(**{setting: value})
     except UserError as error:
-        raise bad(path, f"{path}: {error}") from None
+        raise UserError(f"{path}: {error}", path) from None
     return path, {setting: value}
 
 
@@ -328,7 +324,7 @@ def with_form(settings: Settings, param: str, form: AnswerForm) -> Settings:
             check_bounds(follows)
             answer = lark_of(follows)
         except UserError as error:
-            raise bad(param, str(error)) from None
+            raise UserError(str(error), param) from None
     return settings_of({"grammar": form.grammar(answer)}, settings)
 
 
@@ -392,7 +388,7 @@ class Reply:
         }
 
     def _choice(self, update: Update) -> Fields:
-        """What is new in one text, and why it has ended. HttpError if that is an error."""
+        """What is new in one text, and why it has ended. UserError if that is an error."""
         i = update.index
         text = "".join(piece for piece, _ in update.pieces)
         if self.asked.body.is_chat:
@@ -405,7 +401,7 @@ class Reply:
         reason = None
         if update.result is not None:
             if update.result.error:
-                raise bad(self.asked.param, update.result.error)
+                raise UserError(update.result.error, self.asked.param)
             reason = update.result.finish_reason
             if reason == "stop" and self.readers[i].has_called:
                 reason = "tool_calls"

@@ -89,15 +89,12 @@ def with_tools_read(prompt: str | list, model: "Model") -> str | list:
     if not any(isinstance(turn, dict) and OF_TOOLS & turn.keys() for turn in prompt):
         return prompt
     try:
-        from app.openai import ChatBody, HttpError, call_format_of, read_body, read_conversation
+        from app.openai import ChatBody, call_format_of, read_body, read_conversation
     except ModuleNotFoundError as error:
         needs = f"messages with calls of tools need the package {error.name}"
         raise UserError(f"{needs}: pip install '.[server]'") from None
-    try:
-        body = read_body(json.dumps({"messages": prompt}).encode(), ChatBody)
-        return read_conversation(body.messages, call_format_of(model).one_call)
-    except HttpError as error:
-        raise UserError(str(error)) from None
+    body = read_body(json.dumps({"messages": prompt}).encode(), ChatBody)
+    return read_conversation(body.messages, call_format_of(model).one_call)
 
 
 def fields_of(text: str) -> dict[str, Any]:

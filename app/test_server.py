@@ -31,7 +31,6 @@ pytest.importorskip("app.server", reason="the extra 'server' is not installed")
 import grammar as grammar_page
 from app import asgi, openai, server
 from app import metrics as metrics_page
-from app.asgi import HttpError
 from app.fields import MAX_BRACKETS, ChatBody
 from app.metrics import Metrics
 from app.openai import Offer
@@ -326,9 +325,9 @@ def test_an_echo_is_bounded():
     body = dict(prompt=[5] * 500, echo=True)
     for beside in (dict(n=128), dict(n=64, logprobs=20)):
         assert read(False, offer, **body, **beside).body.echo
-    with pytest.raises(HttpError, match="^echo would return 1,408,000 numbers") as error:
+    with pytest.raises(UserError, match="^echo would return 1,408,000 numbers") as error:
         read(False, offer, **body, n=128, logprobs=20)
-    assert (error.value.status, error.value.param) == (400, "echo")
+    assert error.value.param == "echo"
 
 
 def piece_of(token: int) -> str:

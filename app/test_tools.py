@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 pytest.importorskip("app.server", reason="the extra 'server' is not installed")
 import grammar
 from app.answers import AnswerReader, CallFormat
-from app.asgi import HttpError
 from app.conversation import read_conversation
 from app.fields import ChatBody, Function
 from app.openai import Offer, Reply
@@ -544,10 +543,10 @@ def test_results_are_bound_to_calls_by_their_ids(one_call):
     assert told(lacking, result("1"), result("2"))[1 :: 1 + one_call] == ["x of 1", "y of 2"]
     assert told(called("x"), result("", name="z"))[1:] == ["z of "]
     assert told(called(*"xy"), result(""), result(""))[1 :: 1 + one_call] == ["x of ", "y of "]
-    with pytest.raises(HttpError, match="no call before"):  # those without ids are over
+    with pytest.raises(UserError, match="no call before"):  # those without ids are over
         told(lacking, result("1"), called("x"), result("b"))
     for ids in ("ab", "b"):
-        with pytest.raises(HttpError, match=r"^messages\[\d\].tool_call_id is 'b': no call before"):
+        with pytest.raises(UserError, match=r"^messages\[\d\].tool_call_id is 'b': no call before"):
             told(called("a"), *map(result, ids))
 
 
@@ -624,7 +623,7 @@ WRONG = [
 def test_what_is_wrong_with_tools_is_refused_by_name(model):
     offer = Offer(model, "tiny", 900, settings=Settings())
     for body, says in WRONG:
-        with pytest.raises((HttpError, UserError), match=f"^{re.escape(says)}") as error:
+        with pytest.raises(UserError, match=f"^{re.escape(says)}") as error:
             read(True, offer, **body)
         told = http_error(error.value)
         assert told.status == 400 and told.param, body
@@ -635,7 +634,7 @@ def test_a_model_without_tools_refuses_them_by_name(instruct):
     for model in (Model.load(instruct, "cpu"), Model.load("tiny", "cpu")):
         offer = Offer(model, "tiny", 90, settings=Settings())
         for body, says in ((function(), "tools is not supported: leave it out, or serve a model"),):
-            with pytest.raises(HttpError, match=f"^{re.escape(says)}"):
+            with pytest.raises(UserError, match=f"^{re.escape(says)}"):
                 read(True, offer, **body)
         assert read(True, offer, **function(), tool_choice="none").form.tools is None
         assert read(True, offer, tools=[], parallel_tool_calls=False).form.tools is None
