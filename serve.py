@@ -236,12 +236,9 @@ class BatchServer:
         self.commands.put(self._stop)
         self.thread.join()
 
-    def _deliver(self, updates: Sequence[tuple[Answer, Update | Exception]]) -> None:
+    def _deliver(self, updates: Sequence[tuple[Answer, Update]]) -> None:
         for answer, update in updates:
-            if isinstance(update, Update):
-                answer.put(update)
-            else:
-                answer.fail(update)
+            answer.put(update)
 
     def _engine_failed(self, error: BaseException) -> None:
         self.error = error
@@ -281,13 +278,13 @@ class BatchServer:
             update = self._feed(text, tokens)
             if update is not None:
                 updates.append((text.answer, update))
-            if isinstance(update, Update) and update.result is not None:
-                results[request] = update.result
+                if update.result is not None:
+                    results[request] = update.result
         self.observe(new_tokens, results)
         if updates:
             self._post(self._deliver, updates)
 
-    def _feed(self, text: ServedRequest, tokens: list[int]) -> Update | Exception | None:
+    def _feed(self, text: ServedRequest, tokens: list[int]) -> Update | None:
         """Turn new tokens into text -> the update for the client, or None if there is none."""
         stream = text.stream
         result = None
@@ -297,7 +294,8 @@ class BatchServer:
                 result = self.engine.finish(stream)
         except Exception as error:  # concerns only this request
             self._cancel([stream.request])
-            return error
+            self._post(text.answer.fail, error)
+            return None
         if result is not None:
             del self.served[stream.request]
         elif not (text.pieces and text.answer.is_streamed):
