@@ -19,7 +19,7 @@ class UserError(ValueError):
 
 
 class TooManyTokens(UserError):
-    """A text has more tokens than the caller accepts. The rest of the text was not read."""
+    """A text has more tokens than fit. The rest of it may not have been read."""
 
 
 def brief(value: object, limit: int = 400) -> str:

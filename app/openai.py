@@ -27,7 +27,7 @@ from app.fields import Body, ChatBody, TextBody, read_body
 from app.tools import NO_TOOLS, AnswerForm, Tools, call_format
 from automaton import lark_of
 from bounds import check_bounds
-from errors import TooManyTokens, UserError, brief
+from errors import UserError, brief
 from loading import Model
 from request import OutputStream, Settings
 from sampling import TokenLogprob
@@ -102,16 +102,7 @@ def read_request(data: bytes, is_chat: bool, offer: Offer) -> Asked:
         message = f"there is no model {shown}: this server has {offer.name!r}"
         raise HttpError(404, message, param="model", code="model_not_found")
     tools = read_tools(body, offer) if is_chat else None
-    param = "messages" if is_chat else "prompt"
-    try:
-        prompts = read_chat(body, tools, offer) if is_chat else read_prompts(body, offer)
-    except TooManyTokens:  # the rest of the prompt was not read
-        raise too_long(param, f"at least {offer.limit:,} tokens", offer) from None
-    for tokens in prompts:
-        if not tokens:
-            raise UserError(f"{param} must have a token", param)
-        if len(tokens) >= offer.limit:
-            raise too_long(param, f"{len(tokens):,} tokens", offer)
+    prompts = read_chat(body, tools, offer) if is_chat else read_prompts(body, offer)
     check_whole("n", body.n, 1, MAX_CHOICES // len(prompts), f" ({len(prompts)} prompts)")
     asks, constraint = read_constraint(body)
     settings = replace(read_settings(body, offer), **constraint)
@@ -209,11 +200,6 @@ def check_echo(num_tokens: int, num_top: int | None) -> None:
             "are returned; lower n or logprobs",
             "echo",
         )
-
-
-def too_long(param: str, size: str, offer: Offer) -> TooManyTokens:
-    message = f"{param}: {size}, but prompt and answer have at most {offer.limit:,} tokens"
-    return TooManyTokens(message, param)
 
 
 # ---- Tools

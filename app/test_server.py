@@ -390,7 +390,7 @@ BAD = told(
     completions {"prompt": NaN} → NaN is not a finite number
     completions [1] → the body is not a JSON object
     completions {} → prompt must be a text
-    completions {"prompt": []} → prompt must have a token
+    completions {"prompt": []} → the prompt has 0 tokens: it must have from 1 to 299
     completions {"prompt": [["a"]]} → prompt must be a text
     completions {"prompt": [1, 4096]} → there is no token
     completions {"prompt": [-1]} → there is no token
@@ -434,11 +434,11 @@ LONG = [
     (b"\xff", "the body is not a JSON object"),
     (b"[" * 100_000, "the body is not a JSON object"),
     (b"[" * 300_000, "the body has more than 131,072 lists and objects"),
-    (dict(prompt=[1] * 300), "300 tokens, but prompt and answer have at most 300"),
+    (dict(prompt=[1] * 300), "the prompt has 300 tokens: it must have from 1 to 299"),
     (dict(prompt=[9999, *[1] * 30]), "token 9999, and the model has tokens 0 to 4095"),
     (dict(prompt=["a"] * 200), "200 prompts: at most 128"),
     (dict(prompt=["a"] * 100, n=2), "n is 2: it must be a whole number from 1 to 1"),
-    (dict(prompt="a " * 500), "at least 300 tokens, but prompt and answer have at most 300"),
+    (dict(prompt="a " * 500), "at least 300 tokens, and at most 299 fit: shorten the text"),
     (dict(prompt="a", stop=["a"] * 65), "stop may be at most 64 texts"),
     (dict(prompt="a", stop="a" * 9999), "stop may be at most 64 texts"),
 ]
@@ -468,9 +468,9 @@ def test_what_is_wrong_is_told_and_serving_goes_on(capsys):
             assert error.keys() == {"message", "type", "param", "code"}
             named = re.match(r"(\w+) is .*: it must be", error["message"])
             assert not named or error["param"] == named[1], error
-        status, error = await refused(app, CHAT, user("a " * 500))
-        assert error["code"] == "context_length_exceeded" and error["param"] == "messages"
-        assert error["message"].startswith("messages: at least 300 tokens, but"), error
+        for path, body in ((CHAT, user("a " * 500)), (COMPLETE, dict(prompt=[1] * 300))):
+            status, error = await refused(app, path, body)
+            assert (status, error["code"]) == (400, "context_length_exceeded"), error
         status, error = await refused(app, CHAT, user() | dict(model="gpt"))
         assert (status, error["code"], error["param"]) == (404, "model_not_found", "model")
         await post(app, COMPLETE, **GREEDY, model="tiny", repetition_penalty=1.0, best_of=1)
