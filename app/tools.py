@@ -144,19 +144,18 @@ def call_grammar(tools: Tools, answer: str | None = None) -> str | None:
     if is_any and not (tools.must_call or is_strict) and tools.is_parallel:
         return None
     form = tools.form
-    tag = re.escape(form.opening).replace("/", r"\/")
-    is_after_text = bool(tag) and is_any and not tools.must_call
     separator = form.separator if tools.is_parallel else None
     several = "call" if separator is None else f"call ({json.dumps(separator)} call)*"
-    start = several if tools.must_call else f"{several} | answer"
-    text = rf"/\s*[^{form.written[:1]}\s](?s:.*)/"
-    if tag:
-        text = rf"/(?s:.+)/ & ~/(?s:.*){tag}(?s:.*)/"
-    if is_after_text and tools.is_parallel:
-        start = "call* answer"
+    start = f"{several} | answer"
     opening = f": {json.dumps(form.opening)}"
-    if is_after_text:
+    text = rf"/\s*[^{form.written[:1]}\s](?s:.*)/"
+    if tools.must_call:
+        start = several
+    elif is_any and form.opening:  # text may come before each call
+        tag = re.escape(form.opening).replace("/", r"\/")
+        start = "call* answer" if tools.is_parallel else "call | answer"
         opening = rf"[lazy]: /(?s:.*){tag}/"
+        text = rf"/(?s:.+)/ & ~/(?s:.*){tag}(?s:.*)/"
     names = [f"function_{n}" for n in range(len(tools.functions))]
     rules = [
         f"start: {start}",
