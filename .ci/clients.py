@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from shutil import which
 from typing import Literal
 
 ROOT = Path(__file__).parent.parent
@@ -342,13 +343,13 @@ CLIENTS = {
 def is_installed(name: str, python: str) -> bool:
     """Whether it can be imported: in JavaScript, if its name begins with @."""
     command = [python, "-c", f"import {name}"]
+    folder = None
     if name.startswith("@"):
+        if not which("node"):
+            return False
         command = [*NODE, f"import 'ai'; import '{name}'"]
-    try:
-        done = subprocess.run(command, capture_output=True, cwd=os.environ["FOLDER"])
-    except FileNotFoundError:  # there is no Node.js
-        return False
-    return done.returncode == 0
+        folder = os.environ["FOLDER"]
+    return subprocess.run(command, capture_output=True, cwd=folder).returncode == 0
 
 
 def main(python: str = sys.executable, folder: str = ".") -> int:
