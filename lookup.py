@@ -25,8 +25,8 @@ not on the other requests in the history.
 Invariant: matches never cross from one request into another. A place at the end of its request has
 no follower, and does not vote.
 Cost: 0.01 ms of plain Python where little matches, 0.05 ms where much does, and 0.4 ms where all
-MOST_PLACES places match. A token in the history takes about 300 bytes. Of requests that have ended, only MOST_TOKENS tokens are
-kept; the oldest requests are dropped first, each as a whole.
+MOST_PLACES places match. A token in the history takes about 300 bytes. Of requests that have ended,
+only MOST_TOKENS tokens are kept; the oldest requests are dropped first, each as a whole.
 
 If clients share a history, one client could find out what another has asked, because accepted
 drafts arrive faster (arXiv:2411.01076). So the server shares a history only if clients need its

@@ -525,6 +525,7 @@ def test_enumeration_catches_steps_that_are_wrong():
     check_caught(STEPS, [Kind((0,), 1, 3), Kind((0,), 1, 3, settings=dict(top_p=0.6))])
 
 
+@pytest.mark.slow
 def test_enumeration_catches_penalties_that_are_wrong():
     penalties = dict(presence_penalty=0.7, frequency_penalty=0.5, min_tokens=2)
     check_caught(PENALIZED, [Kind((0,), 2, 4, (2,), dict(repetition_penalty=1.5, **penalties))])

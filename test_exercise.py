@@ -56,6 +56,7 @@ def test_judges_are_tests_that_exist(exercise):
         assert {*names} <= {*tests}, judge
 
 
+@pytest.mark.slow
 def test_a_copy_has_the_code_the_models_and_no_answer(tmp_path):
     copy = tmp_path / "copy"
     made = program("exercise.py", "all", copy)

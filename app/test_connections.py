@@ -214,6 +214,7 @@ async def is_closed(client: Client) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_silent_connections_make_room(monkeypatch):
     """Those that owe a head or a body go, in the order of their last bytes; a newcomer gets in,
     again and again. If all others wait for their answers, the newcomer goes."""

@@ -603,6 +603,7 @@ NONSENSE = told(
 STATE = "quant_state.bitsandbytes__nf4"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("table", [MISFITS, NONSENSE], ids=["misfits", "nonsense"])
 def test_damaged_tensors_are_refused(table, tmp_path, monkeypatch):
     """Those that do not fit, before memory is asked for."""

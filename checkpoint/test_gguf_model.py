@@ -185,6 +185,7 @@ def test_qwens_texts_get_their_normal_form(tmp_path, name):
     assert len(qwen.encode("12345")) == 5
 
 
+@pytest.mark.slow
 def test_a_gguf_tells_what_its_folder_tells(tmp_path):
     """Greedy texts, with a draft in GGUF; rounded weights, keys and values."""
     target = tiny_gguf(tmp_path / "tiny.gguf")
@@ -326,6 +327,7 @@ REFUSED = told(
 )
 
 
+@pytest.mark.slow
 def test_what_is_not_honoured_is_named(tmp_path):
     kinds = GGUF.open(tiny_gguf(tmp_path / "a.gguf")).metadata["tokenizer.ggml.token_type"]
     texts = GGUF.open(tmp_path / "a.gguf").metadata["tokenizer.ggml.tokens"]

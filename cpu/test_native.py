@@ -450,6 +450,7 @@ def test_ctrl_c_while_a_cache_is_looked_at_leaves_it_to_c(monkeypatch):
 # ---- Where it cannot be compiled ----------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "environment, why",
     [

@@ -41,6 +41,7 @@ def test_figures_of_known_rounds():
     assert drafts.row_of(None, 1.0, texts)["gamma"] == "auto: 2.0"
 
 
+@pytest.mark.slow
 def test_every_draft_is_measured_at_both_temperatures_in_all_widths(tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text(json.dumps({"prompt": "Once upon a time", "kind": "story"}) + "\n")

@@ -14,6 +14,7 @@ from settings import Options, Settings
 from testing.programs import largest_file, program
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft", ["tiny-draft", "tiny-eagle"])
 def test_phases_are_in_the_trace_and_the_text_is_the_same(tmp_path, capsys, draft):
     file = tmp_path / "trace.json"
