@@ -10,13 +10,16 @@ from difflib import get_close_matches
 
 
 class UserError(ValueError):
-    """A request that cannot be carried out. The message says what to change."""
+    """A request that cannot be carried out. The message says what to change. param: the setting or
+    field at fault, if there is one."""
 
-    param: str | None = None  # the setting or field at fault, if there is one
+    def __init__(self, message: str, param: str | None = None):
+        super().__init__(message)
+        self.param = param
 
 
 class TooManyTokens(UserError):
-    """A text has more tokens than the caller accepts. The rest of the text was not read."""
+    """A text has more tokens than fit. The rest of it may not have been read."""
 
 
 def brief(value: object, limit: int = 400) -> str:

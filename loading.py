@@ -27,7 +27,7 @@ from checkpoint.load import default_bits, draft_config, load_eagle
 from devices import free_memory
 from drafters import Drafter, ModelDrafter, SelfDrafter
 from eagle import EagleDrafter, EagleHead
-from errors import UserError
+from errors import TooManyTokens, UserError
 from kernels import Ops
 from kvcache import Cache
 from lookup import FirstLookUp, History, LookupDrafter
@@ -178,7 +178,8 @@ class Model:
         """A request for a prompt that is already tokenized. Its grammar is not compiled yet. limit:
         the most tokens of prompt and output together."""
         if not 0 < len(tokens) < limit:
-            raise UserError(
+            mistake = TooManyTokens if tokens else UserError
+            raise mistake(
                 f"the prompt has {len(tokens)} tokens: it must have from 1 to {limit - 1}; change "
                 "it, or raise --max-len (up to the model's limit, and memory must hold it)"
             )

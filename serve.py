@@ -126,14 +126,10 @@ class Answer:
             self.waiting = {}
             yield taken
 
-    async def results(self) -> list[Result]:
-        """Wait until every output is finished."""
-        results = {}
-        async for updates in self.updates():
-            for update in updates:
-                if update.result is not None:
-                    results[update.index] = update.result
-        return [results[i] for i in sorted(results)]
+    async def whole(self) -> list[Update]:
+        """Wait until every output is finished: one update for each, if they are not streamed."""
+        told = [update async for updates in self.updates() for update in updates]
+        return sorted(told, key=lambda update: update.index)
 
 
 # ---- Requests as the engine thread sees them -----------------------------------------------------
@@ -143,7 +139,7 @@ class Answer:
 class ServedRequest:
     answer: Answer
     stream: OutputStream
-    pieces: list[tuple[str, str]]  # for the next update; empty if the client does not stream
+    pieces: list[tuple[str, str]] = field(default_factory=list)  # for the next update
     num_reported: int = 0  # tokens that have been reported to the event loop
 
 
@@ -198,10 +194,8 @@ class BatchServer:
         self.answers.add(answer)
         arrived = time.perf_counter()
         for i, stream in enumerate(answer.streams):
-            pieces: list[tuple[str, str]] = []
-            if answer.is_streamed:
-                stream.show = lambda *piece, pieces=pieces: pieces.append(piece)
-            text = ServedRequest(answer, stream, pieces)
+            text = ServedRequest(answer, stream)
+            stream.show = lambda *piece, pieces=text.pieces: pieces.append(piece)
             self.commands.put(partial(self._add, text, arrived, i))
 
     def close(self, answer: Answer) -> None:
@@ -242,12 +236,9 @@ class BatchServer:
         self.commands.put(self._stop)
         self.thread.join()
 
-    def _deliver(self, updates: Sequence[tuple[Answer, Update | Exception]]) -> None:
+    def _deliver(self, updates: Sequence[tuple[Answer, Update]]) -> None:
         for answer, update in updates:
-            if isinstance(update, Update):
-                answer.put(update)
-            else:
-                answer.fail(update)
+            answer.put(update)
 
     def _engine_failed(self, error: BaseException) -> None:
         self.error = error
@@ -287,13 +278,13 @@ class BatchServer:
             update = self._feed(text, tokens)
             if update is not None:
                 updates.append((text.answer, update))
-            if isinstance(update, Update) and update.result is not None:
-                results[request] = update.result
+                if update.result is not None:
+                    results[request] = update.result
         self.observe(new_tokens, results)
         if updates:
             self._post(self._deliver, updates)
 
-    def _feed(self, text: ServedRequest, tokens: list[int]) -> Update | Exception | None:
+    def _feed(self, text: ServedRequest, tokens: list[int]) -> Update | None:
         """Turn new tokens into text -> the update for the client, or None if there is none."""
         stream = text.stream
         result = None
@@ -303,10 +294,11 @@ class BatchServer:
                 result = self.engine.finish(stream)
         except Exception as error:  # concerns only this request
             self._cancel([stream.request])
-            return error
+            self._post(text.answer.fail, error)
+            return None
         if result is not None:
             del self.served[stream.request]
-        elif not text.pieces:
+        elif not (text.pieces and text.answer.is_streamed):
             return None
         num_tokens = len(stream.result.tokens)
         logprobs = stream.request.logprobs[text.num_reported : num_tokens]

@@ -34,9 +34,7 @@ Rule = Callable[[str, Any], Any]
 
 def refuse_value(name: str, value: Any, rule: str) -> NoReturn:
     """UserError for a setting, or a field of a request, that breaks its rule."""
-    error = UserError(f"{name} is {brief(repr(value), 100)}: it must be {rule}")
-    error.param = name
-    raise error
+    raise UserError(f"{name} is {brief(repr(value), 100)}: it must be {rule}", name)
 
 
 def within(low: float, high: float, words: str, kind: type = float) -> Rule:

@@ -102,7 +102,7 @@ def test_texts_are_those_made_alone(draft):
             assert result.text == alone[prompt].text and result.tokens == alone[prompt].tokens
             assert told[-1].num_tokens == len(result.tokens)
             pieces = [piece for update in told for piece, _ in update.pieces]
-            assert "".join(pieces) == (result.text if answer.is_streamed else "")
+            assert "".join(pieces) == result.text
             assert len(told) == 1 or answer.is_streamed
 
     async def scenario(server: BatchServer) -> None:
@@ -167,8 +167,8 @@ def test_results_come_in_the_order_of_the_texts():
         answer = make_answer(*PROMPTS, is_streamed=False, max_tokens=3)
         answer.streams[0].request.settings = Settings(0, seed=0, max_tokens=20)
         server.submit(answer)
-        results = await answer.results()
-        assert [result.prompt for result in results] == PROMPTS
+        updates = await answer.whole()
+        assert [update.result.prompt for update in updates] == PROMPTS
         server.close(answer)
 
     run(scenario)
@@ -358,9 +358,10 @@ def test_a_text_waits_from_its_arrival():
     async def scenario(server: BatchServer) -> None:
         busy = asyncio.ensure_future(server.ask(lambda: time.sleep(0.1)))
         await until(lambda: server.asked)
-        answer = make_answer(PROMPTS[0], max_tokens=2)
+        answer = make_answer(PROMPTS[0], is_streamed=False, max_tokens=2)
         server.submit(answer)
-        (result,) = await answer.results()
+        (update,) = await answer.whole()
+        result = update.result
         assert 0.05 < result.seconds_queued < result.seconds_to_first_token < result.seconds
         server.close(answer)
         await busy

@@ -1,19 +1,21 @@
 """Clients that other people wrote, in a loop with two tools: at once, streamed, and with drafts.
 
-    python .ci/clients.py [PYTHON]
+    python .ci/clients.py [PYTHON [FOLDER]]
 
-PYTHON: an interpreter with some of their packages (default: this one). A client that cannot be
-imported there is left out, and said. Each asks for a call, which is required, runs the function,
-sends the result back, and gets a text. What a client makes of the protocol is its own: so each is a
-program as its documentation writes it.
+PYTHON: an interpreter with some of their packages (default: this one); FOLDER: where npm has
+installed those that are in JavaScript. A client that cannot be imported is left out, and said. Each
+asks for a call, which is required, runs the function, sends the result back, and gets a text. What
+a client makes of the protocol is its own: so each is a program as its documentation writes it.
 """
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from shutil import which
 from typing import Literal
 
 ROOT = Path(__file__).parent.parent
@@ -268,6 +270,53 @@ def use_autogen(base: str, streams: bool) -> str:
     return asyncio.run(ask())
 
 
+AI_SDK = """
+import { generateText, jsonSchema, stepCountIs, streamText, tool } from "ai";
+import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
+
+const { base, model, streams, functions, asked, most } = JSON.parse(process.argv[1]);
+const called = [];
+const run = {
+  say: ({ word }) => `said ${word}`,
+  add: ({ a, b }) => `the sum is ${a + b}`,
+};
+const tools = {};
+for (const { name, parameters } of functions) {
+  const execute = async (input) => (called.push(name), run[name](input));
+  tools[name] = tool({ inputSchema: jsonSchema(parameters), execute });
+}
+const how = {
+  model: createOpenAICompatible({ name: "llama", baseURL: base })(model),
+  prompt: asked,
+  tools,
+  maxOutputTokens: most,
+  temperature: 0,
+  maxRetries: 0,
+  stopWhen: stepCountIs(2),
+  prepareStep: ({ stepNumber }) => ({ toolChoice: stepNumber ? "none" : "required" }),
+};
+let result;
+if (streams) {
+  result = streamText({ ...how, onError: ({ error }) => { throw error; } });
+  for await (const part of result.fullStream) if (part.type === "error") throw part.error;
+} else {
+  result = await generateText(how);
+}
+console.log(JSON.stringify({ called, text: await result.text }));
+"""
+NODE = ["node", "--input-type=module", "--eval"]
+
+
+def use_ai_sdk(base: str, streams: bool) -> str:
+    """In JavaScript, in the folder where npm has installed it."""
+    functions = [each["function"] for each in TOOLS]
+    asked = dict(base=base, model=model_of(base), streams=streams, functions=functions)
+    given = json.dumps(asked | dict(asked=ASKED, most=MOST))
+    told = json.loads(subprocess.check_output([*NODE, AI_SDK, given], cwd=os.environ["FOLDER"]))
+    CALLED.extend(told["called"])
+    return told["text"]
+
+
 def model_of(base: str) -> str:
     """The name of the server's model."""
     from urllib.request import urlopen
@@ -284,30 +333,42 @@ CLIENTS = {
     "instructor": use_instructor,
     "llama_index.llms.openai_like": use_llama_index,
     "autogen_ext.models.openai": use_autogen,
+    "@ai-sdk/openai-compatible": use_ai_sdk,
 }
 
 
 # ---- The check
 
 
-def main(python: str) -> int:
+def is_installed(name: str, python: str) -> bool:
+    """Whether it can be imported: in JavaScript, if its name begins with @."""
+    command = [python, "-c", f"import {name}"]
+    folder = None
+    if name.startswith("@"):
+        if not which("node"):
+            return False
+        command = [*NODE, f"import 'ai'; import '{name}'"]
+        folder = os.environ["FOLDER"]
+    return subprocess.run(command, capture_output=True, cwd=folder).returncode == 0
+
+
+def main(python: str = sys.executable, folder: str = ".") -> int:
+    os.environ["FOLDER"] = folder
     sys.path[:0] = [str(ROOT), str(ROOT / ".ci")]
     from server_reference import server
 
     from testing.tools import with_tools
 
-    present = {}
+    present = [name for name in CLIENTS if is_installed(name, python)]
     for name in CLIENTS:
-        done = subprocess.run([python, "-c", f"import {name}"], capture_output=True)
-        present[name] = done.returncode == 0
-        if done.returncode:
+        if name not in present:
             print(f"{name} is not installed: left out")
     faults = 0
-    with tempfile.TemporaryDirectory() as folder:
-        target = with_tools(Path(folder) / "tiny", is_tagged=True)
+    with tempfile.TemporaryDirectory() as work:
+        target = with_tools(Path(work) / "tiny", is_tagged=True)
         for draft in ([], ["--draft", "ngram"]):
             with server("--target", str(target), *draft) as (_, port):
-                for name in [name for name in CLIENTS if present[name]]:
+                for name in present:
                     base = f"http://127.0.0.1:{port}/v1"
                     done = subprocess.run(
                         [python, __file__, "--use", name, base], capture_output=True, text=True
@@ -326,4 +387,4 @@ if __name__ == "__main__":
             assert CALLED and text, (CALLED, text)
             print(f"{' '.join(CALLED)}, streamed {streams}: {text[:30]!r};", end=" ")
         sys.exit()
-    sys.exit(main(sys.argv[1] if len(sys.argv) > 1 else sys.executable))
+    sys.exit(main(*sys.argv[1:]))

@@ -13,9 +13,10 @@ Thoughts come first, or not at all; where the prompt ends with their tag, an ans
 them. A call that is only drafted in thoughts is none. A call begins with its tag anywhere in the
 content; a model without such tags calls where its content begins, and then again behind a call. The
 keys of a call may be in any order: if the name comes first, arguments are told as they come,
-otherwise when all of the call is there. What has begun as a call is a call, even if it is cut, and
-its arguments may be no JSON, as those of OpenAI's models. What is nearly a call, or calls a
-function that was not declared, is content. White space around tags and behind calls is dropped.
+otherwise when all of the call is there. A tag ends it, but not within a string. What has begun as a
+call is a call, even if it is cut, and its arguments may be no JSON, as those of OpenAI's models.
+What is nearly a call, or calls a function that was not declared, is content. White space around
+tags and behind calls is dropped.
 
 `AnswerReader` is a generator, written as if all of the text were there: where a pattern might still
 match more of it, it waits (`yield`) for the next piece.
@@ -60,11 +61,12 @@ class Thoughts(NamedTuple):
 class CallFormat(NamedTuple):
     """How a model writes a call."""
 
-    written: str  # a call of tools.NAME with tools.ARGUMENTS
-    opening: str  # the tag before it, or nothing
-    closing: str  # the tag behind it, or nothing
-    separator: str | None  # between two calls; None: none stand side by side (but in a list)
-    one_call: bool  # a message of its template has one call at most
+    written: str = ""  # a call of tools.NAME with tools.ARGUMENTS
+    opening: str = ""  # the tag before it, or nothing
+    closing: str = ""  # the tag behind it, or nothing
+    separator: str | None = None  # between two calls; None: none stand side by side (in no list)
+    one_call: bool = False  # a message of its template has one call at most
+    problem: str = ""  # why calls are not read
 
 
 def pattern(text: str) -> regex.Pattern:
@@ -83,7 +85,6 @@ HEAD = pattern(  # of a call, up to its arguments
 )
 FOOT = pattern(rf"(?:␣,␣{PAIR}){{0,3}}␣\}}")  # of a call, behind its arguments
 BRACE = pattern(r"␣\}")
-MARK = pattern(r'["{}]')  # on which the end of JSON depends
 MARK_IN_STRING = pattern(r'(?s)\\.|"')
 # A text without tags that is JSON may be an answer, so only what may be a call is held back.
 BARE = r'(?:<\|python_tag\|>␣)?(?=\{␣"(?:[intap])|\[␣\{)'
@@ -186,30 +187,41 @@ class AnswerReader:
         first = pattern(f"␣{opening}")
         another = pattern(rf"[,;]?␣(?=\{{)|{opening}")  # behind a call, with the same tag or not
         closing = pattern(end)
-        end_of_block = pattern(rf'"|{end}|(?={opening})' if tag else NEVER)
+        mark = pattern(rf'["{{}}\[\]]|(?={end}|{opening if tag else NEVER})')
         begun = yield from self._match(first)
         while begun or tag:
             if not begun:
                 begun = yield from self._until(first, partial(self._tell, "content"))
             if not begun:
                 return
-            is_call = yield from self._read_call(begun[0], closing, end_of_block)
+            is_call = yield from self._read_call(begun[0], mark, closing)
             begun = None
             if is_call:
                 yield from self._skip_space()
                 begun = yield from self._match(another)
 
-    def _read_call(self, begun: str, closing: regex.Pattern, end_of_block: regex.Pattern) -> Steps:
-        """Read a call -> whether it is one; otherwise it is content. begun: what opens it."""
+    def _read_call(self, begun: str, mark: regex.Pattern, closing: regex.Pattern) -> Steps:
+        """Read a call, or a list of calls -> whether it is one; otherwise it is content. begun:
+        what opens it."""
         head = yield from self._match(HEAD)
         if head is None:
-            return (yield from self._read_block(begun, end_of_block))
-        if head["name"] not in self.functions:
-            self._tell("content", begun + head[0])
+            parts: list[str] = []
+            yield from self._read_value(mark, 0, parts.append)
+            read = "".join(parts)
+            calls = calls_in(read, self.functions)
+        else:
+            read = head[0]
+            calls = [(head["name"], "{")] if head["name"] in self.functions else []
+        if not calls:
+            self._tell("content", begun + read)
             return False
-        self._begin(head["name"], "{")
-        self.has_called = yield from self._read_arguments(partial(self._tell, self.num_calls - 1))
-        yield from self._match(FOOT, may_be_cut=True)
+        for function, arguments in calls:
+            self._begin(function, arguments)
+        self.has_called = True
+        if head is not None:
+            tell = partial(self._tell, self.num_calls - 1)
+            self.has_called = yield from self._read_value(mark, 1, tell)
+            yield from self._match(FOOT, may_be_cut=True)
         while (yield from self._match(BRACE)):  # one too many
             pass
         yield from self._skip_space()
@@ -225,43 +237,22 @@ class AnswerReader:
         }
         self._tell(self.num_calls, arguments)
         self.num_calls += 1
-        self.has_called = False
 
-    def _until_unquoted(self, mark: regex.Pattern, tell: Callable[[str], None]) -> Steps:
-        """As `_until`, but what is in a string does not count. mark: it matches a quote, too."""
-        is_inside = False
+    def _read_value(self, mark: regex.Pattern, depth: int, tell: Callable[[str], None]) -> Steps:
+        """Read JSON up to its end -> whether it has one. depth: its brackets that are open. A tag
+        ends it, too, but not within a string."""
+        is_quoted = False
         while True:
-            match = yield from self._until(MARK_IN_STRING if is_inside else mark, tell)
-            if match is None or not (is_inside or match[0] == '"'):
-                return match
-            tell(match[0])
-            if match[0] == '"':
-                is_inside = not is_inside
-
-    def _read_arguments(self, tell: Callable[[str], None]) -> Steps:
-        """Read an object behind its first brace -> whether it has ended."""
-        depth = 1
-        while depth > 0:
-            match = yield from self._until_unquoted(MARK, tell)
-            if match is None:
+            match = yield from self._until(MARK_IN_STRING if is_quoted else mark, tell)
+            if match is None or not match[0]:
                 return False
             tell(match[0])
-            depth += 1 if match[0] == "{" else -1
-        return True
-
-    def _read_block(self, begun: str, end_of_block: regex.Pattern) -> Steps:
-        """Read a call with its keys in any order, or a list of calls -> whether it is one. A tag
-        within a string ends nothing."""
-        parts: list[str] = []
-        last = yield from self._until_unquoted(end_of_block, parts.append)
-        block = "".join(parts)
-        calls = calls_in(block, self.functions)
-        for function, arguments in calls:
-            self._begin(function, arguments)
-            self.has_called = True
-        if not calls:
-            self._tell("content", begun + block + (last[0] if last else ""))
-        return bool(calls)
+            if match[0] == '"':
+                is_quoted = not is_quoted
+            elif not is_quoted:
+                depth += 1 if match[0] in "{[" else -1
+            if depth == 0:
+                return True
 
 
 def calls_in(text: str, functions: Collection[str]) -> list[tuple[str, str]]:

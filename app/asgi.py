@@ -35,7 +35,8 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass(eq=False)
 class HttpError(Exception):
-    """An answer that is an error, with the fields that OpenAI's clients read."""
+    """An answer that is an error, with the fields that OpenAI's clients read. (A mistake in a body
+    is a UserError, as anywhere: server.py.)"""
 
     status: int
     message: str

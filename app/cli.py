@@ -270,11 +270,8 @@ def many_prompts(
     )
     streams = []
     begin = time.perf_counter()
-    num_tokens = 0
 
     def report(result: Result) -> None:
-        nonlocal num_tokens
-        num_tokens += len(result.tokens)
         line = lines[result.index]
         print_json(result, **line.labels)
         for entries in (result.logprobs, result.prompt_logprobs, line.request.logprobs):
@@ -292,6 +289,7 @@ def many_prompts(
         print_results(engine, streams, report)
     seconds = time.perf_counter() - begin
     num_bad = len(lines) - len(streams)
+    num_tokens = sum(len(stream.result.tokens) for stream in streams)
     served = f"{len(streams)} of {len(lines)}"
     if num_bad:
         served += f", {num_bad} left out"

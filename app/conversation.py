@@ -17,9 +17,8 @@ name, the thoughts of an answer) is handed to the template, which may read it or
 
 from collections.abc import Sequence
 
-from app.asgi import HttpError
 from app.fields import ChatMessage
-from errors import brief
+from errors import UserError, brief
 from request import Message
 
 Calls = list[tuple[str, int, str]]  # ids, places in their answer, functions
@@ -63,18 +62,19 @@ def bind(where: str, result: Message, waiting: Calls) -> int:
             return place
     if wanted:
         shown = brief(repr(wanted), 100)
-        raise HttpError(400, f"{where} is {shown}: no call before it has this id", param=where)
+        raise UserError(f"{where} is {shown}: no call before it has this id", where)
     return 0
 
 
 def turn_of(where: str, message: ChatMessage) -> Message:
-    """One message. HttpError if it has no content, and needs one."""
+    """One message. UserError if it has no content, and needs one."""
     if message.role != "assistant" and "content" not in message.model_fields_set:
         where = f"{where}.content"
-        raise HttpError(400, f"{where} is missing", param=where)
+        raise UserError(f"{where} is missing", where)
     turn = {name: value for name, value in message.model_dump().items() if value}
     turn["role"] = "system" if message.role == "developer" else message.role
-    turn["content"] = "\n".join(part.text for part in message.content)
+    texts = [part.text for part in message.content]
+    turn["content"] = "\n".join(texts)
     thoughts = turn.pop("reasoning", "")
     if thoughts:
         turn.setdefault("reasoning_content", thoughts)

@@ -33,9 +33,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from app.asgi import HttpError
-from checkpoint.files import parse_json
-from errors import brief, nearest
+from checkpoint.files import parse_object
+from errors import UserError, brief, nearest
 from settings import MAX_LOGPROBS, PENALTIES, SETTINGS
 
 FUNCTION_NAME = "[a-zA-Z0-9_-]{1,64}"  # OpenAI's rule
@@ -185,10 +184,9 @@ class CalledFunction(Listed):
     @classmethod
     def as_object(cls, text: Any) -> Any:
         try:
-            read = parse_json(text or "{}")
-        except (TypeError, ValueError, RecursionError):
+            return parse_object(text or "{}")
+        except (TypeError, UserError):
             return text
-        return read if isinstance(read, dict) else text
 
 
 class Tool(Listed):
@@ -330,15 +328,13 @@ class TextBody(Body):
 
 
 def read_body(data: bytes, kind: type[T]) -> T:
-    """A ChatBody or a TextBody. HttpError names the first field that is wrong."""
+    """A ChatBody or a TextBody. UserError names the first field that is wrong."""
     if data.count(b"[") + data.count(b"{") > MAX_BRACKETS:
-        raise HttpError(400, f"the body has more than {MAX_BRACKETS:,} lists and objects")
+        raise UserError(f"the body has more than {MAX_BRACKETS:,} lists and objects")
     try:
-        body = parse_json(data.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise HttpError(400, f"the body is not JSON: {brief(error, 200)}") from None
-    if not isinstance(body, dict):
-        raise HttpError(400, "the body is not a JSON object")
+        body = parse_object(data.decode("utf-8-sig"))
+    except ValueError as error:  # UserError and UnicodeError are such
+        raise UserError(f"the body is not a JSON object: {brief(error, 200)}") from None
     try:
         return kind.model_validate(without_aliases(body))
     except ValidationError as error:
@@ -348,7 +344,7 @@ def read_body(data: bytes, kind: type[T]) -> T:
 OBJECT = "it must be an object"
 
 
-def refusal(error: ValidationError) -> HttpError:
+def refusal(error: ValidationError) -> UserError:
     """Its first error, with the path of the field."""
     first = error.errors(include_url=False)[0]
     path = ""
@@ -366,16 +362,16 @@ def refusal(error: ValidationError) -> HttpError:
             must = OBJECT if kind in ("model_type", "dict_type") else must
             rule = f"is {brief(repr(first['input']), 100)}: {must}"
     path = path.removeprefix(".")
-    return HttpError(400, f"{path} {rule}", param=path)
+    return UserError(f"{path} {rule}", path)
 
 
 def without_aliases(body: dict[str, Any]) -> dict[str, Any]:
-    """The body without nulls and ALIASES. HttpError if a field has two values."""
+    """The body without nulls and ALIASES. UserError if a field has two values."""
     fields = {name: value for name, value in body.items() if value is not None}
     for alias, name in ALIASES.items():
         if alias in fields:
             value = fields.pop(alias)
             if fields.setdefault(name, value) != value:
                 message = f"{alias} and {name} are one field: give one value"
-                raise HttpError(400, message, param=alias)
+                raise UserError(message, alias)
     return fields

@@ -23,13 +23,13 @@ from uuid import uuid4
 from app.answers import CallFormat, Thoughts
 from app.asgi import HttpError
 from app.conversation import read_conversation
-from app.fields import Body, ChatBody, ChatMessage, TextBody, read_body
+from app.fields import Body, ChatBody, TextBody, read_body
 from app.tools import NO_TOOLS, AnswerForm, Tools, call_format
 from automaton import lark_of
 from bounds import check_bounds
-from errors import TooManyTokens, UserError, brief
+from errors import UserError, brief
 from loading import Model
-from request import Message, OutputStream, Result, Settings
+from request import OutputStream, Settings
 from sampling import TokenLogprob
 from serve import Update
 from settings import Grammar, check_whole, settings_of
@@ -45,6 +45,8 @@ FORMATS = {  # where response_format may have a schema -> in which of its types
     "response_format.json_schema": ("json_schema",),
 }
 ANY_OBJECT = {"type": "object"}
+# Whether to think, in the words of `thinking` and `reasoning_effort`.
+THINKS = {"auto": None, "enabled": True, "disabled": False, "none": False}
 OF_THE_SERVER = {"messages", "tools", "documents", "add_generation_prompt"}  # a template's values
 Fields = dict[str, Any]  # a JSON object
 
@@ -62,7 +64,7 @@ class Offer:
     settings: Settings  # what the command line chose: γ
 
     @cached_property
-    def call_format(self) -> CallFormat | str:
+    def call_format(self) -> CallFormat:
         return call_format_of(self.model)
 
     @cached_property
@@ -71,19 +73,12 @@ class Offer:
         template = self.model.tokenizer.template(False)
         return template and Thoughts.of(template.source)
 
-    @cached_property
-    def longest_token(self) -> int:
-        """Bytes of the vocabulary's longest token."""
-        tokenizer = self.model.tokenizer
-        sizes = (len(tokenizer.token_bytes(id, special=True)) for id in range(tokenizer.vocab_size))
-        return max(sizes)
 
-
-def call_format_of(model: Model) -> CallFormat | str:
-    """How the model writes calls; a text: why they are not read."""
+def call_format_of(model: Model) -> CallFormat:
+    """How the model writes calls."""
     template = model.tokenizer.template(True)
     if template is None:
-        return NO_TOOLS
+        return CallFormat(problem=NO_TOOLS)
     return call_format(template.ask, model.tokenizer.specials)
 
 
@@ -98,27 +93,16 @@ class Asked:
     param: str  # the field that asks for the grammar
 
 
-def bad(param: str, message: str) -> HttpError:
-    """The error of a field."""
-    return HttpError(400, message, param=param)
-
-
 def read_request(data: bytes, is_chat: bool, offer: Offer) -> Asked:
-    """Read a request's body, and check all but its grammar, which is compiled later. HttpError or
-    UserError for what is wrong."""
+    """Read a request's body, and check all but its grammar, which is compiled later. UserError
+    for what is wrong, HttpError for another model."""
     body = read_body(data, ChatBody if is_chat else TextBody)
     if body.model not in (None, offer.name):
         shown = brief(repr(body.model), 100)
         message = f"there is no model {shown}: this server has {offer.name!r}"
         raise HttpError(404, message, param="model", code="model_not_found")
     tools = read_tools(body, offer) if is_chat else None
-    param = "messages" if is_chat else "prompt"
-    try:
-        prompts = read_chat(body, tools, offer) if is_chat else read_prompts(body, offer)
-    except TooManyTokens:  # the rest of the prompt was not read
-        raise too_long(param, f"at least {offer.limit:,} tokens", offer) from None
-    for tokens in prompts:
-        check_prompt(param, tokens, offer)
+    prompts = read_chat(body, tools, offer) if is_chat else read_prompts(body, offer)
     check_whole("n", body.n, 1, MAX_CHOICES // len(prompts), f" ({len(prompts)} prompts)")
     asks, constraint = read_constraint(body)
     settings = replace(read_settings(body, offer), **constraint)
@@ -126,8 +110,8 @@ def read_request(data: bytes, is_chat: bool, offer: Offer) -> Asked:
     end = offer.model.tokenizer.decode(prompts[0][-20:], special=True)  # with control tokens
     form = AnswerForm(tags, end.rstrip(), tools)
     if tags is not None and body.reasoning_format == "none":
-        raise bad(
-            "reasoning_format", "reasoning_format is 'none': thoughts are always separate; use auto"
+        raise UserError(
+            "reasoning_format is 'none': thoughts are always separate; use auto", "reasoning_format"
         )
     settings = with_form(settings, asks, form)
     if body.echo:
@@ -143,7 +127,9 @@ def read_request(data: bytes, is_chat: bool, offer: Offer) -> Asked:
             stream = OutputStream(offer.model.tokenizer, request, "", index=len(streams))
             streams.append(stream)
     if body.origins and not body.stream:
-        raise bad("origins", "origins are sent in chunks: set stream to true, or leave it out")
+        raise UserError(
+            "origins are sent in chunks: set stream to true, or leave it out", "origins"
+        )
     return Asked(body, streams, form, settings.follows, param=asks or "tools")
 
 
@@ -153,13 +139,12 @@ def read_request(data: bytes, is_chat: bool, offer: Offer) -> Asked:
 def read_chat(body: ChatBody, tools: Tools | None, offer: Offer) -> list[list[int]]:
     """The tokens of a conversation. A model without a chat template goes on from its texts."""
     if not body.messages:
-        raise bad("messages", "messages must be a list of at least one message")
-    conversation = conversation_of(body.messages, offer.call_format)
+        raise UserError("messages must be a list of at least one message", "messages")
+    conversation = read_conversation(body.messages, offer.call_format.one_call)
     how = template_options(body)
     declared = None
     if tools is not None:
         declared = [tool.as_sent() for tool in body.tools]
-    check_characters(conversation, offer)
     most = offer.limit - 1
     if offer.model.uses_template(None):
         return [offer.model.tokenizer.chat(conversation, tools=declared, most=most, how=how)]
@@ -167,44 +152,35 @@ def read_chat(body: ChatBody, tools: Tools | None, offer: Offer) -> list[list[in
     return [offer.model.encode(text, most=most)]
 
 
-def conversation_of(messages: Sequence[ChatMessage], form: CallFormat | str) -> list[Message]:
-    """The messages for the template, which may want one call in a message."""
-    one_call = isinstance(form, CallFormat) and form.one_call
-    return read_conversation(messages, one_call)
-
-
 def template_options(body: ChatBody) -> Fields:
     """What only a template reads: it has no effect where the template does not name it."""
-    options: Fields = {"enable_thinking": body.enable_thinking}
+    asked = (body.enable_thinking, THINKS[body.thinking.type], THINKS.get(body.reasoning_effort))
+    options: Fields = {"enable_thinking": next((each for each in asked if each is not None), None)}
     if body.reasoning_effort != "auto":
         options["reasoning_effort"] = body.reasoning_effort
-    if body.enable_thinking is None and body.thinking.type != "auto":
-        options["enable_thinking"] = body.thinking.type == "enabled"
-    if body.reasoning_effort == "none" and options["enable_thinking"] is None:
-        options["enable_thinking"] = False
     options |= body.chat_template_kwargs
     for name, value in options.items():
         if name in OF_THE_SERVER or not re.fullmatch(r"[\w.-]{1,32}", str(value)):
             path = f"chat_template_kwargs.{brief(name, 100)}"
-            raise bad(path, f"{path} is not supported: leave it out")
+            raise UserError(f"{path} is not supported: leave it out", path)
     return options
 
 
 def read_prompts(body: TextBody, offer: Offer) -> list[list[int]]:
     """The tokens of one prompt or several, each of them a text, or tokens."""
     if not body.add_special_tokens:
-        raise bad("add_special_tokens", "add_special_tokens is not supported: leave it out")
+        raise UserError("add_special_tokens is not supported: leave it out", "add_special_tokens")
     is_one = not isinstance(body.prompt, list) or is_tokens(body.prompt)
     prompts = [body.prompt] if is_one else body.prompt
     if len(prompts) > MAX_CHOICES:
-        raise bad("prompt", f"{len(prompts)} prompts: at most {MAX_CHOICES} are read")
+        raise UserError(f"{len(prompts)} prompts: at most {MAX_CHOICES} are read", "prompt")
     tokens = []
     for prompt in prompts:
         if isinstance(prompt, str):
             most = offer.limit - 1
             prompt = offer.model.encode(prompt, chat=False, special=body.special, most=most)
         elif not is_tokens(prompt):
-            raise bad("prompt", "prompt must be a text, tokens, or a list of these")
+            raise UserError("prompt must be a text, tokens, or a list of these", "prompt")
         tokens.append(prompt)
     return tokens
 
@@ -213,40 +189,17 @@ def is_tokens(prompt: Any) -> bool:
     return isinstance(prompt, list) and all(type(token) is int for token in prompt)
 
 
-def check_characters(conversation: Sequence[Message], offer: Offer) -> None:
-    """Refuse what cannot fit before the template lays it out: each token would have to be the
-    longest one. Not counted is what templates leave out: the reasoning of earlier answers, and
-    spaces at both ends of a message."""
-    counted = (message for message in conversation if message["role"] != "assistant")
-    size = sum(len(message["content"].strip()) for message in counted)
-    if size >= offer.longest_token * offer.limit:
-        raise too_long("messages", f"{size:,} characters", offer)
-
-
-def check_prompt(param: str, tokens: list[int], offer: Offer) -> None:
-    if len(tokens) >= offer.limit:
-        raise too_long(param, f"{len(tokens):,} tokens", offer)
-    vocab_size = offer.model.tokenizer.vocab_size
-    if not tokens or not 0 <= min(tokens) <= max(tokens) < vocab_size:
-        raise bad(param, f"{param} must have a token, and tokens are from 0 to {vocab_size - 1}")
-
-
 def check_echo(num_tokens: int, num_top: int | None) -> None:
     """Refuse an answer that costs memory and time for all out of proportion to what it took to
     make: each text of a prompt repeats it. num_tokens: of the prompts in all texts."""
     for_each = 1 if num_top is None else 2 + num_top  # its text; its logprob, and the most probable
     count = num_tokens * for_each
     if count > MAX_ECHOED:
-        raise bad(
-            "echo",
+        raise UserError(
             f"echo would return {count:,} numbers and strings of prompts: at most {MAX_ECHOED:,} "
             "are returned; lower n or logprobs",
+            "echo",
         )
-
-
-def too_long(param: str, size: str, offer: Offer) -> HttpError:
-    message = f"{param}: {size}, but prompt and answer have at most {offer.limit:,} tokens"
-    return HttpError(400, message, param=param, code="context_length_exceeded")
 
 
 # ---- Tools
@@ -260,14 +213,14 @@ def read_tools(body: ChatBody, offer: Offer) -> Tools | None:
         name = choice.function and choice.function.name
         functions = [function for function in functions if function.name == name]
     if choice.type not in ("none", "auto") and not functions:
-        raise bad(
-            "tool_choice",
+        raise UserError(
             "tool_choice is not supported: leave it out, or give tools that it can choose",
+            "tool_choice",
         )
     if choice.type == "none" or not functions:
         return None
-    if isinstance(offer.call_format, str):
-        raise bad("tools", f"tools is not supported: {offer.call_format}")
+    if offer.call_format.problem:
+        raise UserError(f"tools is not supported: {offer.call_format.problem}", "tools")
     return Tools(
         functions,
         form=offer.call_format,
@@ -280,8 +233,7 @@ def read_tools(body: ChatBody, offer: Offer) -> Tools | None:
 
 
 def read_settings(body: ChatBody | TextBody, offer: Offer) -> Settings:
-    """UserError or HttpError for a bad value. A −1 (top_k, seed, max_tokens) is vLLM's and
-    llama.cpp's."""
+    """UserError for a bad value. A −1 (top_k, seed, max_tokens) is vLLM's and llama.cpp's."""
     chosen = dict(body.model_extra)  # temperature and the like
     if chosen.get("top_k") == -1:  # all
         chosen["top_k"] = 0
@@ -289,12 +241,12 @@ def read_settings(body: ChatBody | TextBody, offer: Offer) -> Settings:
         del chosen["seed"]
     if body.repetition_penalty_range and chosen.get("repetition_penalty", 1) != 1:
         message = "repetition_penalty_range is not supported: leave it out, or set it to 0 (all)"
-        raise bad("repetition_penalty_range", message)
+        raise UserError(message, "repetition_penalty_range")
     stops = body.stop if isinstance(body.stop, list) else [body.stop]
     if len(stops) > MAX_STOPS or sum(map(len, map(str, stops))) > MAX_STOP_CHARACTERS:
-        raise bad(
-            "stop",
+        raise UserError(
             f"stop may be at most {MAX_STOPS} texts, of {MAX_STOP_CHARACTERS} characters together",
+            "stop",
         )
     chosen["stop"] = body.stop
     chosen["max_tokens"] = offer.limit if body.is_chat else DEFAULT_MAX_TOKENS
@@ -304,15 +256,15 @@ def read_settings(body: ChatBody | TextBody, offer: Offer) -> Settings:
     chosen["logprobs"] = body.logprobs
     if body.is_chat:  # there logprobs is a switch, and top_logprobs the number
         if body.top_logprobs and not body.logprobs:
-            raise bad("top_logprobs", "top_logprobs needs logprobs: set it to true")
+            raise UserError("top_logprobs needs logprobs: set it to true", "top_logprobs")
         chosen["logprobs"] = body.top_logprobs if body.logprobs else None
     return replace(offer.settings, **chosen)
 
 
 def read_constraint(body: Body) -> tuple[str, Fields]:
     """The field that says what the text follows, and the setting that it becomes: schema, regex,
-    choice or grammar. Both are empty if the text is free. HttpError or UserError if fields ask for
-    several, or if one cannot be read."""
+    choice or grammar. Both are empty if the text is free. UserError if fields ask for several, or
+    if one cannot be read."""
     form = body.response_format
     outputs = body.structured_outputs
     schemas = {
@@ -322,10 +274,10 @@ def read_constraint(body: Body) -> tuple[str, Fields]:
     }
     for path, types in FORMATS.items():
         if schemas[path] is not None and form.type not in types:
-            raise bad(path, f"{path} is not supported: leave it out")
+            raise UserError(f"{path} is not supported: leave it out", path)
     asked = [(path, "schema", schema) for path, schema in schemas.items() if schema is not None]
     if form.type == "json_schema" and not asked:
-        raise bad("response_format", "response_format must have a schema, in its json_schema")
+        raise UserError("response_format must have a schema, in its json_schema", "response_format")
     if form.type == "json_object" and not asked:
         asked.append(("response_format", "schema", ANY_OBJECT))
     if outputs.json_object:
@@ -338,11 +290,11 @@ def read_constraint(body: Body) -> tuple[str, Fields]:
     path, setting, value = asked[-1]
     if len(asked) > 1:
         paths = " and ".join(path for path, _, _ in asked)
-        raise bad(path, f"{paths} are given: an output can follow only one of them")
+        raise UserError(f"{paths} are given: an output can follow only one of them", path)
     try:
         Settings(**{setting: value})
     except UserError as error:
-        raise bad(path, f"{path}: {error}") from None
+        raise UserError(f"{path}: {error}", path) from None
     return path, {setting: value}
 
 
@@ -358,7 +310,7 @@ def with_form(settings: Settings, param: str, form: AnswerForm) -> Settings:
             check_bounds(follows)
             answer = lark_of(follows)
         except UserError as error:
-            raise bad(param, str(error)) from None
+            raise UserError(str(error), param) from None
     return settings_of({"grammar": form.grammar(answer)}, settings)
 
 
@@ -389,14 +341,9 @@ class Reply:
         self.num_tokens: dict[int, int] = {}  # of each text of which something was told
         self.readers = [asked.form.reader() for _ in asked.streams]
 
-    def completion(self, results: Sequence[Result]) -> Fields:
+    def completion(self, updates: Sequence[Update]) -> Fields:
         """All texts at once."""
-        choices = []
-        for result in results:
-            update = Update(result.index, [(result.text, "")], num_tokens=len(result.tokens))
-            update.logprobs = result.logprobs or []
-            update.result = result
-            choices.append(self._choice(update))
+        choices = [self._choice(update) for update in updates]
         return self.head | {"choices": choices, "usage": self.usage()}
 
     def chunk(self, update: Update) -> Fields:
@@ -427,7 +374,7 @@ class Reply:
         }
 
     def _choice(self, update: Update) -> Fields:
-        """What is new in one text, and why it has ended. HttpError if that is an error."""
+        """What is new in one text, and why it has ended. UserError if that is an error."""
         i = update.index
         text = "".join(piece for piece, _ in update.pieces)
         if self.asked.body.is_chat:
@@ -440,7 +387,7 @@ class Reply:
         reason = None
         if update.result is not None:
             if update.result.error:
-                raise bad(self.asked.param, update.result.error)
+                raise UserError(update.result.error, self.asked.param)
             reason = update.result.finish_reason
             if reason == "stop" and self.readers[i].has_called:
                 reason = "tool_calls"

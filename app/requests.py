@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from checkpoint.files import parse_json
+from checkpoint.files import parse_object
 from errors import UserError, check_names
 from request import Request
 from settings import Options, Settings, refuse_value, settings_of
@@ -61,7 +61,7 @@ def read_requests(
             continue
         line = Line(number)
         try:
-            line.fields = parse_object(text)
+            line.fields = fields_of(text)
             check_fields(line.fields)
             line.fields.setdefault("prompt", line.fields.get("messages"))
             own_system = line.fields.get("system")
@@ -89,30 +89,20 @@ def with_tools_read(prompt: str | list, model: "Model") -> str | list:
     if not any(isinstance(turn, dict) and OF_TOOLS & turn.keys() for turn in prompt):
         return prompt
     try:
-        from app.openai import ChatBody, HttpError, call_format_of, conversation_of, read_body
+        from app.openai import ChatBody, call_format_of, read_body, read_conversation
     except ModuleNotFoundError as error:
         needs = f"messages with calls of tools need the package {error.name}"
         raise UserError(f"{needs}: pip install '.[server]'") from None
-    try:
-        body = read_body(json.dumps({"messages": prompt}).encode(), ChatBody)
-        return conversation_of(body.messages, call_format_of(model))
-    except HttpError as error:
-        raise UserError(str(error)) from None
+    body = read_body(json.dumps({"messages": prompt}).encode(), ChatBody)
+    return read_conversation(body.messages, call_format_of(model).one_call)
 
 
-def parse_object(text: str) -> dict[str, Any]:
-    """The JSON object of a line."""
-    rule = 'a line must be a JSON object like {"prompt": "…"}'
+def fields_of(text: str) -> dict[str, Any]:
+    """The fields of a line."""
     try:
-        fields = parse_json(text)
-        json.dumps(fields, allow_nan=False)  # the result repeats it
-    except json.JSONDecodeError as error:  # whose own words count lines anew
-        raise UserError(f"{error.msg} at character {error.colno}: {rule}") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{error}: {rule}") from None
-    if not isinstance(fields, dict):
-        raise UserError(f"it holds a {type(fields).__name__}: {rule}")
-    return fields
+        return parse_object(text)
+    except UserError as error:
+        raise UserError(f'{error}: a line must be a JSON object like {{"prompt": "…"}}') from None
 
 
 def check_fields(fields: dict[str, Any]) -> None:

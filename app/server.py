@@ -58,11 +58,11 @@ from app.shell import noted_signals, say, status
 from app.state import snapshot
 from automaton import run_in_thread
 from devices import find_device
-from errors import UserError, brief
+from errors import TooManyTokens, UserError, brief
 from generate import Engine
 from loading import Model
-from request import Result, Settings
-from serve import Answer, BatchServer, QueueFull, Unavailable
+from request import Settings
+from serve import Answer, BatchServer, QueueFull, Unavailable, Update
 
 CHATS = "/v1/chat/completions"
 PATHS = f"OpenAI's protocol is at {CHATS}, /v1/completions and /v1/models"
@@ -230,8 +230,7 @@ class Application:
         offered = request.headers.get("upgrade")
         if offered and "upgrade" in request.headers.get("connection", "").lower():
             # uvicorn has dropped the body.
-            raise HttpError(
-                400,
+            raise UserError(
                 f"Upgrade: {brief(repr(offered), 100)} is not supported: speak HTTP/1.1 (in Java: "
                 "HttpClient.Version.HTTP_1_1)",
             )
@@ -251,8 +250,8 @@ class Application:
         headers = {"x-request-id": reply.id}
         if asked.body.stream:
             return Events(self._chunks(answer, asked, reply), headers)
-        results = await unless_gone(request.receive, self._results(answer))
-        return Json(reply.completion(results), headers=headers)
+        updates = await unless_gone(request.receive, self._whole(answer))
+        return Json(reply.completion(updates), headers=headers)
 
     async def read(self, request: Request) -> Asked:
         """The body, once it has come, in a thread."""
@@ -280,7 +279,7 @@ class Application:
                 size -= len(upload.data)
 
     async def compile(self, asked: Asked) -> None:
-        """Compile the grammar of the texts. HttpError if it, or those of others, take too long."""
+        """Compile the grammar of the texts. Unavailable if it, or others, take too long."""
         try:
             with anyio.fail_after(COMPILE_SECONDS):
                 await self.compiling.acquire()
@@ -294,7 +293,7 @@ class Application:
         except UserError as error:
             # Much of the grammar may be ours, so the field that asks for it stands for it.
             rule = str(error).replace(str(asked.follows), asked.param)
-            raise HttpError(400, rule, param=asked.param) from None
+            raise UserError(rule, asked.param) from None
         except TimeoutError:
             raise Unavailable(
                 f"the grammar was not compiled within {COMPILE_SECONDS:.0f} s: simplify it, or try "
@@ -303,10 +302,10 @@ class Application:
         for stream in asked.streams:
             stream.request.compiled = compiled.result()
 
-    async def _results(self, answer: Answer) -> list[Result]:
+    async def _whole(self, answer: Answer) -> list[Update]:
         try:
             self.batch.submit(answer)
-            return await answer.results()
+            return await answer.whole()
         finally:
             self.batch.close(answer)
 
@@ -348,27 +347,30 @@ def preflight(headers: Headers) -> Response:
 
 def http_error(error: Exception, path: str = "") -> HttpError:
     """The answer to an exception. Bugs are told as 500, without their words."""
-    if isinstance(error, HttpError):
-        return error
-    if isinstance(error, HTTPException):  # of starlette's router
-        words = f"there is no {brief(path, 100)} here: {PATHS}"
-        if error.status_code == 405:
-            words = f"{path} is for {error.headers['Allow']}"
-        return HttpError(error.status_code, words, headers=error.headers)
-    if isinstance(error, UserError):
-        return HttpError(400, str(error), param=error.param)
-    if isinstance(error, RecursionError):
-        return HttpError(400, "the body has too many objects within objects")
-    if isinstance(error, QueueFull):
-        return HttpError(
-            429,
-            str(error),
-            type="rate_limit_error",
-            code="overloaded",
-            headers={"retry-after": "1"},
-        )
-    if isinstance(error, Unavailable):
-        return HttpError(503, str(error), type="server_error", code="unavailable")
+    match error:
+        case HttpError():
+            return error
+        case HTTPException():  # of starlette's router
+            words = f"there is no {brief(path, 100)} here: {PATHS}"
+            if error.status_code == 405:
+                words = f"{path} is for {error.headers['Allow']}"
+            return HttpError(error.status_code, words, headers=error.headers)
+        case TooManyTokens():
+            return HttpError(400, str(error), param=error.param, code="context_length_exceeded")
+        case UserError():
+            return HttpError(400, str(error), param=error.param)
+        case RecursionError():
+            return HttpError(400, "the body has too many objects within objects")
+        case QueueFull():
+            return HttpError(
+                429,
+                str(error),
+                type="rate_limit_error",
+                code="overloaded",
+                headers={"retry-after": "1"},
+            )
+        case Unavailable():
+            return HttpError(503, str(error), type="server_error", code="unavailable")
     return HttpError(500, "the server failed on this request", type="server_error")
 
 

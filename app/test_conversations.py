@@ -91,7 +91,8 @@ def write(draw: random.Random, asked: Asked, model: Model, text: str) -> tuple[s
 def answer(draw: random.Random, asked: Asked, here: Offer, text: str, reason: str) -> dict:
     """The choice, at once and in pieces, which are the same."""
     result = Result("", [], 0, text=text, finish_reason=reason)
-    (whole,) = Reply(asked, here).completion([result])["choices"]
+    update = Update(0, [(text, "")], result=result)
+    (whole,) = Reply(asked, here).completion([update])["choices"]
     asked.body.stream = True
     reply = Reply(asked, here)
     told: dict = {"content": "", "reasoning_content": "", "calls": {}}

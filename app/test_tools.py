@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 pytest.importorskip("app.server", reason="the extra 'server' is not installed")
 import grammar
 from app.answers import AnswerReader, CallFormat
-from app.asgi import HttpError
 from app.conversation import read_conversation
 from app.fields import ChatBody, Function
 from app.openai import Offer, Reply
@@ -81,7 +80,7 @@ READ: list[tuple[str, str, Calls]] = [  # a text, its content, its calls
     (tag(ADD + "}") + "So", "So", READ_ADD),
     (SWAPPED, "", READ_ADD),
     (f"[{ADD}]", "", READ_ADD),
-    (f"[{ADD}] So", f"[{ADD}] So", []),
+    (f"[{ADD}] So", "So", READ_ADD),
     # Nearly calls.
     (f"I say {SAY}", f"I say {SAY}", []),
     (OTHER, OTHER, []),
@@ -101,7 +100,8 @@ READ: list[tuple[str, str, Calls]] = [  # a text, its content, its calls
     (SAY[: SAY.index("\\") + 1], "", [("say", SAID[: SAID.index("\\") + 1])]),
     (tag(ADD)[:-14], "", [("add", '{"a": 1}')]),
     (tag(ADD)[:-3], "", [("add", '{"a": 1}')]),
-    (tag(SPOILT), "", [("add", '{"a": one [}')]),
+    (tag(SPOILT), "", [("add", '{"a": one [}}')]),
+    (tag(ADD[:-2]) + "So", "So", [("add", '{"a": 1\n')]),
 ]
 
 
@@ -236,10 +236,10 @@ def test_the_form_of_calls_is_asked_of_the_template(written):
     form = call_format(lay_out, ["<|im_start|>", "<|im_end|>"])
     expected = FORMS[written]
     if isinstance(expected, str):
-        assert expected in form
+        assert expected in form.problem
         return
-    assert (form.opening, form.separator) == expected
-    assert call_format(lambda *asked, **how: "", []).startswith("leave it out")
+    assert (form.opening, form.separator, form.problem) == (*expected, "")
+    assert call_format(lambda *asked, **how: "", []).problem.startswith("leave it out")
 
 
 CALLS = {  # how a template lays calls out; whether a message has one of them at most
@@ -464,7 +464,8 @@ def test_an_answer_is_divided_into_content_and_calls(model):
     ):
         asked = read(True, offer, tools=TOOLS)
         result = Result("", [], 0, text=text, finish_reason=reason)
-        (whole,) = Reply(asked, offer).completion([result])["choices"]
+        update = Update(0, [(text, "")], result=result)
+        (whole,) = Reply(asked, offer).completion([update])["choices"]
         assert whole["finish_reason"] == tells
         asked.body.stream = True
         reply = Reply(asked, offer)
@@ -542,10 +543,10 @@ def test_results_are_bound_to_calls_by_their_ids(one_call):
     assert told(lacking, result("1"), result("2"))[1 :: 1 + one_call] == ["x of 1", "y of 2"]
     assert told(called("x"), result("", name="z"))[1:] == ["z of "]
     assert told(called(*"xy"), result(""), result(""))[1 :: 1 + one_call] == ["x of ", "y of "]
-    with pytest.raises(HttpError, match="no call before"):  # those without ids are over
+    with pytest.raises(UserError, match="no call before"):  # those without ids are over
         told(lacking, result("1"), called("x"), result("b"))
     for ids in ("ab", "b"):
-        with pytest.raises(HttpError, match=r"^messages\[\d\].tool_call_id is 'b': no call before"):
+        with pytest.raises(UserError, match=r"^messages\[\d\].tool_call_id is 'b': no call before"):
             told(called("a"), *map(result, ids))
 
 
@@ -622,7 +623,7 @@ WRONG = [
 def test_what_is_wrong_with_tools_is_refused_by_name(model):
     offer = Offer(model, "tiny", 900, settings=Settings())
     for body, says in WRONG:
-        with pytest.raises((HttpError, UserError), match=f"^{re.escape(says)}") as error:
+        with pytest.raises(UserError, match=f"^{re.escape(says)}") as error:
             read(True, offer, **body)
         told = http_error(error.value)
         assert told.status == 400 and told.param, body
@@ -633,7 +634,7 @@ def test_a_model_without_tools_refuses_them_by_name(instruct):
     for model in (Model.load(instruct, "cpu"), Model.load("tiny", "cpu")):
         offer = Offer(model, "tiny", 90, settings=Settings())
         for body, says in ((function(), "tools is not supported: leave it out, or serve a model"),):
-            with pytest.raises(HttpError, match=f"^{re.escape(says)}"):
+            with pytest.raises(UserError, match=f"^{re.escape(says)}"):
                 read(True, offer, **body)
         assert read(True, offer, **function(), tool_choice="none").form.tools is None
         assert read(True, offer, tools=[], parallel_tool_calls=False).form.tools is None

@@ -41,10 +41,9 @@ NAME, KEY, ID, TEXT = "zqname", "zqkey", "zqcall00", "zqtext"
 ARGUMENTS = "\0"  # in the form of a call
 
 
-def call_format(lay_out: Callable[..., str], control: Collection[str]) -> CallFormat | str:
-    """How a chat template writes the calls of an earlier answer; a text: why they are not read.
-    lay_out: the text that it makes of a conversation, or nothing if it fails. control: tokens that
-    no text spells."""
+def call_format(lay_out: Callable[..., str], control: Collection[str]) -> CallFormat:
+    """How a chat template writes the calls of an earlier answer. lay_out: the text that it makes of
+    a conversation, or nothing if it fails. control: tokens that no text spells."""
     function = {"name": NAME, "description": NAME, "parameters": {"type": "object"}}
     called = {"name": NAME, "arguments": {KEY: TEXT}}
 
@@ -60,9 +59,11 @@ def call_format(lay_out: Callable[..., str], control: Collection[str]) -> CallFo
     common = os.path.commonprefix([plain, once])
     written = once.removeprefix(re.sub(r"[<\[][^]<>\s]*\Z", "", common))  # a tag begins with both
     if NAME not in plain + once:
-        return NO_TOOLS
+        return CallFormat(problem=NO_TOOLS)
     if NAME not in written:
-        return "the chat template shows no call of an earlier answer as a model; leave it out"
+        return CallFormat(
+            problem="the chat template shows no call of an earlier answer; leave it out"
+        )
     shown = brief(written.replace(NAME, "NAME").replace(KEY, "A").replace(TEXT, "B"), 100)
     written = written.removesuffix(plain.rpartition(TEXT)[2])
     for token in control:
@@ -82,7 +83,8 @@ def call_format(lay_out: Callable[..., str], control: Collection[str]) -> CallFo
     )
     reader = AnswerReader(None, False, form, [NAME])
     if reader.feed(written, True)["content"] or not reader.has_called or ID in written:
-        return f"the chat template writes calls as {shown!r}, which is not read here; leave it out"
+        problem = f"the chat template writes calls as {shown!r}, which is not read here"
+        return form._replace(problem=f"{problem}; leave it out")
     return form
 
 
@@ -142,19 +144,18 @@ def call_grammar(tools: Tools, answer: str | None = None) -> str | None:
     if is_any and not (tools.must_call or is_strict) and tools.is_parallel:
         return None
     form = tools.form
-    tag = re.escape(form.opening).replace("/", r"\/")
-    is_after_text = bool(tag) and is_any and not tools.must_call
     separator = form.separator if tools.is_parallel else None
     several = "call" if separator is None else f"call ({json.dumps(separator)} call)*"
-    start = several if tools.must_call else f"{several} | answer"
-    text = rf"/\s*[^{form.written[:1]}\s](?s:.*)/"
-    if tag:
-        text = rf"/(?s:.+)/ & ~/(?s:.*){tag}(?s:.*)/"
-    if is_after_text and tools.is_parallel:
-        start = "call* answer"
+    start = f"{several} | answer"
     opening = f": {json.dumps(form.opening)}"
-    if is_after_text:
+    text = rf"/\s*[^{form.written[:1]}\s](?s:.*)/"
+    if tools.must_call:
+        start = several
+    elif is_any and form.opening:  # text may come before each call
+        tag = re.escape(form.opening).replace("/", r"\/")
+        start = "call* answer" if tools.is_parallel else "call | answer"
         opening = rf"[lazy]: /(?s:.*){tag}/"
+        text = rf"/(?s:.+)/ & ~/(?s:.*){tag}(?s:.*)/"
     names = [f"function_{n}" for n in range(len(tools.functions))]
     rules = [
         f"start: {start}",

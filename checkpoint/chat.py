@@ -20,8 +20,8 @@ Invariants:
   - No instruction, and no result of a tool, is left out; nor is a call, if the template has calls.
 
 sandbox.py runs the template: on the messages as they were written; again with stand-ins, if they
-have letters that begin a control token. Only where the last user message might be lost, it runs
-with another text as that message, too, and with contents as lists of parts.
+have letters that begin a control token. Another run, with another text as the last user message,
+shows whether the template leaves that out; if it does, it gets contents as lists of parts.
 """
 
 import json
@@ -147,24 +147,15 @@ class ChatTemplate:
         last = of_users[-1] if of_users else {"content": ""}
         last_text = last["content"].strip()
         others = [turn | {"content": UNUSED} if turn is last else turn for turn in turns]
-        beside = self.source + json.dumps([others, options, self.vocabulary.named])
-        without = ""  # the text without that message, if something else may say the same
-        if json.dumps(last_text)[1:-1] in beside:
-            without, _ = self._lay_out(others, str, options)
-
-        def has_last(text: str) -> bool:
-            """Whether the last user message is in this text: more often than without it."""
-            counts = [swap(each, self._restore).count(last_text) for each in (text, without)]
-            return not last_text or counts[0] > counts[1]
-
-        text, problem = self._lay_out(turns, str, options)
-        if not problem and has_last(text):
-            return text  # in one layout, most often
-        in_parts, other_problem = self._lay_out(turns, parts_of, options)
-        if not other_problem and has_last(in_parts):
-            return in_parts
-        if not problem and text == self._lay_out(others, str, options)[0]:
-            problem = "it leaves the last user message out, as a text and as a list of parts"
+        tried = []
+        for form in (str, parts_of):
+            text, problem = self._lay_out(turns, form, options)
+            if last_text and not problem and text == self._lay_out(others, form, options)[0]:
+                problem = "it leaves the last user message out"
+            if not problem and last_text in swap(text, self._restore):
+                return text
+            tried.append((text, problem))
+        text, problem = tried[0]
         if problem:
             raise UserError(
                 "the chat template fails on this conversation: "

@@ -2,6 +2,7 @@
 a bounded size; and a file that is written is there whole, or as it was."""
 
 import json
+import math
 import os
 import tempfile
 from collections.abc import Iterator
@@ -43,26 +44,34 @@ def read_bounded(file: Path, limit: int = LARGEST_JSON) -> str:
         raise UserError(f"{file} is not UTF-8 ({problem}): fetch it again") from None
 
 
-def parse_json(text: str) -> Any:
-    """JSON without NaN and Infinity, which Python's `json` would accept."""
+def finite_number(text: str) -> float:
+    """A number in JSON. UserError for 1e999, NaN and Infinity, which `json` would accept."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise UserError(f"{text} is not a finite number")
+    return value
 
-    def refuse(constant: str) -> None:
-        raise UserError(f"{constant} is not a JSON number")
 
-    return json.loads(text, parse_constant=refuse)
+def parse_object(text: str) -> Json:
+    """The object that a JSON text holds. UserError says why it holds none."""
+    try:
+        value = json.loads(text, parse_float=finite_number, parse_constant=finite_number)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{error.msg} at character {error.pos + 1}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(str(error)) from None
+    if not isinstance(value, dict):
+        raise UserError(f"it holds a {type(value).__name__}, not an object")
+    return value
 
 
 def read_json(file: Path, limit: int = LARGEST_JSON) -> Json:
     """The object in a JSON file. FileNotFoundError or UserError names the file."""
     text = read_bounded(file, limit)
     try:
-        data = parse_json(text)
-    except (ValueError, RecursionError) as error:
+        return parse_object(text)
+    except UserError as error:
         raise UserError(f"{file} is not valid JSON: {brief(error)}; fetch it again") from None
-    if not isinstance(data, dict):
-        kind = type(data).__name__
-        raise UserError(f"{file} is not valid JSON: it holds a {kind}, not an object")
-    return data
 
 
 def check_file(path: Path) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from checkpoint.files import parse_json, read_bounded
+from checkpoint.files import parse_object, read_bounded
 from errors import UserError
 from generate import Engine
 from loading import Draft, Model, load_draft
@@ -73,8 +73,8 @@ def prompts_of(file: Path) -> dict[str, list[str]]:
         if not line.strip():
             continue
         try:
-            fields = parse_json(line)
-        except (ValueError, RecursionError):
+            fields = parse_object(line)
+        except UserError:
             fields = None
         match fields:
             case {"prompt": str(prompt), "kind": str(kind), **others} if not others:
