@@ -425,7 +425,8 @@ static void many_look_back(const Layout *a, const Past *past, long t, long start
                 x = fetch(&past->values, vector, some, D, own);
                 for (long i = j; i < j + some; i++, x += vecs) {
                     float *v = values + g * M * wide + i * WIDE;
-                    for (long d = 0; d < D; d++) v[d / WIDE * M * WIDE + d % WIDE] = x[d];
+                    for (long d = 0; d < D; d += LANES)         // x ends with a whole register
+                        *(vec *)(v + d / WIDE * M * WIDE + d % WIDE) = load_f32(x + d);
                 }
             }
         }
