@@ -67,7 +67,7 @@ def shorter(kinds: list[Kind]) -> list[Kind]:
 
 WAYS = [  # the kinds of rows side by side, and how they are made
     (KINDS, dict(where="own")),
-    (KINDS, dict(where="own", by_token=True)),
+    ([KINDS[i] for i in FEW], dict(where="own", by_token=True)),
     (KINDS, dict(where="last token")),
     *(
         ([KINDS[i] for i in FEW], dict(draft=COPY, where=where, by_token=by_token))
@@ -527,7 +527,7 @@ def test_enumeration_catches_steps_that_are_wrong():
 
 def test_enumeration_catches_penalties_that_are_wrong():
     penalties = dict(presence_penalty=0.7, frequency_penalty=0.5, min_tokens=2)
-    check_caught(PENALIZED, [Kind((0,), 2, 4, (2,), dict(repetition_penalty=1.5, **penalties))])
+    check_caught(PENALIZED, [Kind((0,), 2, 3, (2,), dict(repetition_penalty=1.5, **penalties))])
 
 
 @needs_llguidance

@@ -255,7 +255,7 @@ KINDS = [  # γ from 0 to 3, ends and limits anywhere, and every setting
     Kind((2, 1), 2, 3, (), dict(min_p=0.5)),
     Kind((0, 2), 2, 3, (0,), dict(repetition_penalty=0.6, logit_bias={1: 0.8, 0: -0.5})),
     Kind((1, 1), 3, 3, (), dict(temperature=0.7, top_k=2, top_p=0.9, min_p=0.05)),
-    Kind((2,), 3, 3, (1,), dict(presence_penalty=0.7, frequency_penalty=1.1, min_tokens=2)),
+    Kind((2,), 2, 3, (1,), dict(presence_penalty=0.7, frequency_penalty=1.1, min_tokens=2)),
 ]
 
 
