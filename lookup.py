@@ -135,7 +135,7 @@ class History:
         chance = 1.0
         while places and len(found.tokens) < count and chance >= LEAST_CHANCE:
             followers = [other[end] for other, end in places]
-            newest_first = dict.fromkeys(reversed(followers))  # each token once
+            newest_first = dict.fromkeys(reversed(followers))  # `max` takes the first of equal ones
             token = max(newest_first, key=followers.count)
             share = 4 * followers.count(token) // len(followers)
             kind = min(length + len(found.tokens), LONGEST // 2), share
